@@ -1,0 +1,57 @@
+"""Every error that Forebay raises on purpose, in one tree.
+
+    ForebayError                exit  1   anything below; the message says what, where, and what to do
+    |- ConfigError              exit  2   a config, task file, flag or model folder is wrong; nothing was started
+    |- PeerError                exit  3   another process could not be reached, or refused us
+    |- ProtocolError            exit  4   a frame or message breaks the protocol
+    |- WaitTimeout              exit  5   a named wait passed its deadline
+    |- InvariantError           exit  6   the ledger, a version or the journal contradicts itself
+    `- TrainingError            exit  7   NaN, engine-trainer mismatch past the alarm: the weights are not to be trusted
+
+An exit by SIGINT or SIGTERM after an ordered stop is 130 or 143, as shells have it. A bad *rollout* is never an exception:
+it is data (a verdict, a finish reason) and travels in a message.
+"""
+
+from __future__ import annotations
+
+
+class ForebayError(Exception):
+    """Base of all expected failures. ``str(error)`` is one paragraph for a person: what, where, what to do."""
+
+    exit_code = 1
+
+
+class ConfigError(ForebayError):
+    """The user's input is wrong: a config key, a task line, a missing folder, a layout that does not divide."""
+
+    exit_code = 2
+
+
+class PeerError(ForebayError):
+    """A peer is not there, went away, or refused this process (other run, other protocol version)."""
+
+    exit_code = 3
+
+
+class ProtocolError(ForebayError):
+    """Bytes or messages that do not follow the protocol: bad frame, unknown kind, array over the bound."""
+
+    exit_code = 4
+
+
+class WaitTimeout(ForebayError):
+    """A named wait passed its deadline. The message says what for, on whom, since when, and the config key of the limit."""
+
+    exit_code = 5
+
+
+class InvariantError(ForebayError):
+    """State that must never occur: an open ledger, a negative staleness, a journal that contradicts itself."""
+
+    exit_code = 6
+
+
+class TrainingError(ForebayError):
+    """The numbers of a step can't be trusted (NaN, mismatch past the alarm). Raised before the weights change."""
+
+    exit_code = 7

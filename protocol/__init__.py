@@ -1,0 +1,1 @@
+"""What travels between Forebay's processes. Imports no torch and no service."""

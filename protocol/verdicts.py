@@ -1,0 +1,46 @@
+"""Verdicts: what the judge says of one completion. Data, never an exception."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Verdict(StrEnum):
+    """The outcome of judging one completion (DESIGN section 6).
+
+    ``INFRA_ERROR`` is the judge's own failure: it is retried elsewhere and never becomes a reward.
+    """
+
+    ACCEPTED = "accepted"
+    WRONG_ANSWER = "wrong_answer"
+    RUNTIME_ERROR = "runtime_error"
+    TIME_LIMIT = "time_limit"
+    MEMORY_LIMIT = "memory_limit"
+    OUTPUT_LIMIT = "output_limit"
+    COMPILE_ERROR = "compile_error"
+    NO_CODE = "no_code"
+    SECURITY_VIOLATION = "security_violation"
+    INFRA_ERROR = "infra_error"
+
+
+class JudgeResult(BaseModel):
+    """Verdict and reward of one completion.
+
+    ``reward`` is the weighted sum of ``parts`` in [0, 1], or ``None`` for an infra error. ``message`` is for people and
+    never steers anything.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    verdict: Verdict
+    reward: float | None = Field(default=None, ge=0, le=1)
+    parts: dict[str, float] = {}
+    tests_passed: int = 0
+    tests_total: int = 0
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+    memory_mib: float = 0.0
+    isolation: str = "none"
+    message: str = ""

@@ -1,0 +1,1 @@
+"""The four roles of a run, the `forebay` command and `forebay up`."""

@@ -1,0 +1,1 @@
+"""The coordinator: dataset cursor, admission, groups, leases, journal, ledger, membership."""

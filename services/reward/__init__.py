@@ -1,0 +1,1 @@
+"""A reward node: completion -> code -> isolated execution -> verdict -> reward."""
