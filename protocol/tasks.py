@@ -66,7 +66,9 @@ def load_tasks(path: Path) -> list[Task]:
         try:
             task = Task.model_validate(json.loads(line))
         except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}:{number} is not JSON ({error.msg} at column {error.colno}). Mend or delete the line.") from None
+            raise ConfigError(
+                f"{path}:{number} is not JSON ({error.msg} at column {error.colno}). Mend or delete the line."
+            ) from None
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "the line"

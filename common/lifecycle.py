@@ -1,0 +1,62 @@
+"""How a process starts, stops and says why: signals, parent death, exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from common.errors import ForebayError
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel for SIGTERM when the parent dies, so that no role outlives a killed ``forebay up`` (Linux only).
+
+    The parent may have died before the call: then its pid isn't ours any more, and this process ends at once.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        sys.exit(128 + signal.SIGTERM)
+
+
+class StopSignal:
+    """SIGINT and SIGTERM as an event of the loop. A second signal ends the process at once."""
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+        self.signum: int | None = None
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, self._on_signal, signum)
+
+    def _on_signal(self, signum: int) -> None:
+        if self.event.is_set():
+            os._exit(128 + signum)
+        self.signum = signum
+        self.event.set()
+
+    @property
+    def exit_code(self) -> int:
+        """0 when no signal came, else 128 + its number."""
+        return 0 if self.signum is None else 128 + self.signum
+
+
+def run_main(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    """Run an async main to its exit code. A ``ForebayError`` is printed as its paragraph; anything else with its trace."""
+    try:
+        return asyncio.run(main())
+    except ForebayError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except Exception:  # the last handler of the process: print all there is and exit non-zero
+        traceback.print_exc()
+        return 1

@@ -1,0 +1,289 @@
+"""The two sockets of a run: the coordinator's ``CoordinatorSocket`` (ROUTER) and a node's ``NodeChannel`` (DEALER).
+
+Why nothing is lost: whatever must arrive is a *request* with a sequence number, kept by the node until its answer comes, and
+sent again when the coordinator comes back or the answer is late. The coordinator answers only after the effect is durable,
+and knows a repeated result by its sample. Why nothing grows without bound: a node has at most ``capacity`` leases and one
+open request for each finished sample of them; ZeroMQ's own queues have a high-water mark, and frames a size limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+import zmq
+import zmq.asyncio
+
+from common.errors import ConfigError, PeerError, ProtocolError
+from common.waits import WaitTable
+from protocol.codec import MAX_ARRAY_BYTES, Array, Received, decode, encode
+from protocol.messages import Goodbye, Heartbeat, HeartbeatAck, Hello, Message, Refused, WaitInfo, Welcome
+
+log = structlog.get_logger()
+
+HIGH_WATER_MARK = 10_000  # messages for one peer
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a ``tcp://host:port`` or ``ipc://`` address can't be reached from another machine."""
+    if address.startswith(("ipc://", "inproc://")):
+        return True
+    host = address.removeprefix("tcp://").rsplit(":", 1)[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+class CoordinatorSocket:
+    """ROUTER: messages in with the sender's identity, messages out to an identity. Bad frames are refused, not raised."""
+
+    def __init__(self, bind: str, run_id: str) -> None:
+        """Bind.
+
+        Raises:
+            ConfigError: the address is taken or malformed.
+        """
+        self.run_id = run_id
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_ARRAY_BYTES)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._seq = itertools.count(1)
+        try:
+            self._socket.bind(bind)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(
+                f"The coordinator can't listen on {bind}: {error.strerror}. "
+                "If another run is using the port, stop it or choose another with --set run.address=tcp://HOST:PORT."
+            ) from None
+
+    async def recv(self) -> tuple[bytes, Received]:
+        """The next good message and the identity it came from. Bad ones are answered with ``Refused`` and logged."""
+        while True:
+            identity, *frames = await self._socket.recv_multipart(copy=False)
+            sender = bytes(identity.buffer)
+            try:
+                received = decode([frame.buffer for frame in frames])
+                if received.run_id not in ("", self.run_id):
+                    raise ProtocolError(
+                        f"This coordinator serves run {self.run_id!r}; the message is of run {received.run_id[:64]!r}. "
+                        "Two runs share an address, or the config names another run."
+                    )
+                return sender, received
+            except ProtocolError as error:
+                log.warning("message_refused", peer=sender.decode(errors="replace"), reason=str(error))
+                await self.send(sender, Refused(reason=str(error)))
+
+    async def send(
+        self, identity: bytes, message: Message, *, re: int = 0, arrays: Mapping[str, Array] | None = None
+    ) -> bool:
+        """Send; False when the peer is gone (its leases will expire, and its requests come again)."""
+        frames = encode(message, run_id=self.run_id, seq=next(self._seq), re=re, arrays=arrays)
+        try:
+            await self._socket.send_multipart([identity, *frames], copy=False)
+        except zmq.ZMQError as error:
+            log.info(
+                "peer_unreachable", peer=identity.decode(errors="replace"), kind=message.kind, error=error.strerror
+            )
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the socket; queued answers get up to one second to leave."""
+        self._socket.close()
+        self._context.term()
+
+
+@dataclass(slots=True)
+class _Pending:
+    future: asyncio.Future[Received]
+    frames: list[bytes | memoryview]
+
+
+class NodeChannel:
+    """A node's line to the coordinator: hello, heartbeats, requests with answers, and pushes (leases, syncs, shutdown).
+
+    ``start`` joins; ``request`` sends and awaits the answer; ``pushes`` yields what the coordinator sends unasked.
+    Reconnection is inside: when the coordinator restarts, the node says hello again and sends its open requests again.
+    """
+
+    def __init__(self, address: str, run_id: str, *, role: str, node_id: str, waits: WaitTable) -> None:
+        self.address = address
+        self.role = role
+        self.node_id = node_id
+        self.waits = waits
+        self.run_id = run_id
+        self.capacity = 0
+        self.welcome: Welcome | None = None
+        self.hello_fields: Callable[[], dict[str, Any]] = dict  # role's own fields of Hello
+        self.beat_fields: Callable[[], dict[str, Any]] = dict  # role's own fields of Heartbeat
+        self.pushes: asyncio.Queue[Received] = asyncio.Queue()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._seq = itertools.count(1)
+        self._pending: dict[int, _Pending] = {}
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, f"{node_id}#{os.getpid()}".encode())
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_ARRAY_BYTES)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        self._socket.connect(address)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._loop_lag_ms = 0.0
+        self._heard_at = asyncio.get_running_loop().time()
+        self._rejoining = False
+
+    async def start(self, *, join_timeout_s: float) -> Welcome:
+        """Say hello and start the heartbeats. Later on, a coordinator that is silent for ``join_timeout_s`` fails the node.
+
+        Raises:
+            PeerError: the coordinator isn't there within ``join_timeout_s``, or refuses this node.
+        """
+        self._tasks.append(asyncio.create_task(self._receive(), name="receive"))
+        try:
+            with self.waits.named("a welcome", on=f"coordinator at {self.address}", timeout_s=join_timeout_s):
+                async with asyncio.timeout(join_timeout_s):
+                    await self._hello()
+        except TimeoutError:
+            raise PeerError(
+                f"No coordinator answers at {self.address} for {join_timeout_s:.0f} s. Start it (forebay coordinator), or "
+                "correct run.address in the config; run.join_timeout_s is how long a node waits for it."
+            ) from None
+        self._tasks.append(asyncio.create_task(self._beat(join_timeout_s), name="heartbeat"))
+        assert self.welcome is not None
+        return self.welcome
+
+    async def request(self, message: Message, *, arrays: Mapping[str, Array] | None = None) -> Received:
+        """Send and await the answer, for ever if need be: the caller names and bounds the wait.
+
+        Raises:
+            PeerError: the coordinator refused the message.
+        """
+        seq = next(self._seq)
+        frames = encode(message, run_id=self.run_id, seq=seq, arrays=arrays)
+        future: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
+        self._pending[seq] = _Pending(future, frames)
+        try:
+            await self._socket.send_multipart(frames, copy=False)
+            received = await future
+        finally:
+            self._pending.pop(seq, None)
+        if isinstance(received.message, Refused):
+            raise PeerError(f"The coordinator refused {message.kind}: {received.message.reason}")
+        return received
+
+    async def tell(self, message: Message) -> None:
+        """Send without waiting for the answer (which is read and dropped)."""
+        await self._socket.send_multipart(encode(message, run_id=self.run_id, seq=next(self._seq)), copy=False)
+
+    async def beat_now(self) -> None:
+        """A heartbeat at once, after the node's capacity, leases or version changed."""
+        await self.tell(self._heartbeat())
+
+    async def close(self, reason: str = "") -> None:
+        """Say goodbye and close. Does not wait for open requests: finish them first."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.welcome is not None:
+            await self.tell(Goodbye(reason=reason))
+        self._socket.close()
+        self._context.term()
+
+    async def _hello(self) -> None:
+        hello = Hello(
+            role=self.role,
+            node_id=self.node_id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            capacity=self.capacity,
+            run_uid=self.welcome.run_uid if self.welcome else "",
+            **self.hello_fields(),
+        )
+        received = await self.request(hello)
+        assert isinstance(received.message, Welcome)
+        self.welcome = received.message
+
+    def _heartbeat(self) -> Heartbeat:
+        now = asyncio.get_running_loop().time()
+        waits = [
+            WaitInfo(
+                what=wait.what,
+                on=wait.on,
+                age_s=now - wait.since,
+                deadline_s=None if wait.deadline is None else wait.deadline - wait.since,
+            )
+            for wait in self.waits.snapshot()
+        ]
+        return Heartbeat(capacity=self.capacity, waits=waits, loop_lag_ms=self._loop_lag_ms, **self.beat_fields())
+
+    async def _beat(self, silence_limit_s: float) -> None:
+        assert self.welcome is not None
+        loop = asyncio.get_running_loop()
+        while not self.failed.done():
+            await self.beat_now()
+            due = loop.time() + self.welcome.heartbeat_interval_s
+            await asyncio.sleep(self.welcome.heartbeat_interval_s)
+            self._loop_lag_ms = max(0.0, (loop.time() - due) * 1000)
+            if loop.time() - self._heard_at > silence_limit_s + self._loop_lag_ms / 1000:
+                self._fail(
+                    PeerError(
+                        f"The coordinator at {self.address} has been silent for {silence_limit_s:.0f} s "
+                        "(run.join_timeout_s). Restart it, then this node; the run goes on from its journal."
+                    )
+                )
+
+    def _fail(self, error: Exception) -> None:
+        """The line is of no use any more: every open request, and ``failed``, raise ``error``."""
+        for pending in self._pending.values():
+            if not pending.future.done():
+                pending.future.set_exception(error)
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    async def _receive(self) -> None:
+        try:
+            while True:
+                frames = await self._socket.recv_multipart(copy=False)
+                received = decode([frame.buffer for frame in frames])
+                self._heard_at = asyncio.get_running_loop().time()
+                message = received.message
+                if received.re and (pending := self._pending.get(received.re)):
+                    if not pending.future.done():
+                        pending.future.set_result(received)
+                elif isinstance(message, HeartbeatAck) and not message.known:
+                    self._tasks.append(asyncio.create_task(self._rejoin(), name="rejoin"))
+                elif isinstance(message, Refused) and message.fatal:
+                    raise PeerError(f"The coordinator refused this node: {message.reason}")
+                elif not received.re or isinstance(message, HeartbeatAck):
+                    self.pushes.put_nowait(received)
+        except (PeerError, ProtocolError) as error:
+            self._fail(error)
+
+    async def _rejoin(self) -> None:
+        """The coordinator does not know us: it restarted. Join again and send every open request again."""
+        if self._rejoining:
+            return
+        self._rejoining = True
+        try:
+            open_requests = [pending.frames for pending in self._pending.values()]
+            await self._hello()
+            for frames in open_requests:
+                await self._socket.send_multipart(frames, copy=False)
+            log.info("rejoined", resent=len(open_requests))
+        except PeerError as error:
+            self._fail(error)
+        finally:
+            self._rejoining = False

@@ -1,0 +1,41 @@
+"""The ``[run]`` section: what all roles of a run must agree on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, field_validator
+
+from common.config import StrictModel
+
+
+class RunConfig(StrictModel):
+    """One run. Relative paths are relative to the working directory of each process."""
+
+    id: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    dir: Path = Path("runs")  # the run's own folder is dir/id
+    model: Path  # Hugging Face checkpoint: weights, config.json, tokenizer with a chat template
+    address: str = "tcp://127.0.0.1:5710"  # where nodes reach the coordinator
+    seed: int = Field(default=0, ge=0)
+    max_prompt_tokens: int = Field(default=512, gt=0)
+    max_completion_tokens: int = Field(default=512, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
+    join_timeout_s: float = Field(default=120.0, gt=0)  # how long a node waits for the coordinator
+    sync_timeout_s: float = Field(default=120.0, gt=0)  # one weight update, from the plan to the last acknowledgement
+    log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$")
+
+    @field_validator("address")
+    @classmethod
+    def _an_address(cls, value: str) -> str:
+        if value.startswith("ipc://") or (value.startswith("tcp://") and value.rsplit(":", 1)[-1].isdigit()):
+            if "://0.0.0.0:" in value or "://*:" in value:
+                raise ValueError(
+                    "is where nodes connect to, so it must name a host; what to listen on is coordinator.bind"
+                )
+            return value
+        raise ValueError("must be tcp://HOST:PORT or ipc://PATH")
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the run: journal, logs, checkpoints, export."""
+        return self.dir / self.id

@@ -1,0 +1,155 @@
+"""The whole config: one section for each role, and the checks that need more than one of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from common.config import StrictModel, apply_overrides, read_toml, validate
+from common.errors import ConfigError
+from protocol.config import RunConfig
+from services.coordinator.config import CoordinatorConfig
+from services.learner.config import LearnerConfig
+from services.reward.config import RewardConfig
+from services.rollout.config import RolloutConfig
+
+
+class UpConfig(StrictModel):
+    """What ``forebay up`` starts on this machine. Other machines start roles one by one."""
+
+    rollout_nodes: int = Field(default=1, ge=0)
+    reward_nodes: int = Field(default=1, ge=0)
+    learner_procs: int = Field(default=1, ge=0)  # ranks of the torchrun world; 0: no learner here
+    rollout_devices: list[list[int]] = []  # CUDA devices of each rollout node, in order
+    learner_devices: list[int] = []  # CUDA devices of the learner, one a rank
+    max_restarts: int = Field(default=3, ge=0)  # of each process, after a crash
+    stop_timeout_s: float = Field(default=10.0, gt=0)  # for an ordered stop; then the processes are ended
+
+
+class Config(StrictModel):
+    """One config file. Sections that are left out have their defaults."""
+
+    run: RunConfig
+    coordinator: CoordinatorConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    learner: LearnerConfig = LearnerConfig()
+    up: UpConfig = UpConfig()
+
+
+def load_config(path: Path, overrides: list[str]) -> Config:
+    """Read a TOML file (or the JSON that a run keeps of its own config) with ``--set`` overrides.
+
+    Raises:
+        ConfigError: with every violation that the models find.
+    """
+    if path.suffix == ".json":
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"The config {path} can't be read: {error}.") from None
+    else:
+        data = read_toml(path)
+    return validate(Config, apply_overrides(data, overrides), source=str(path))
+
+
+def cross_check(config: Config) -> list[str]:
+    """What is wrong between the roles; each entry says what and what to do. Empty: nothing that can be seen beforehand."""
+    return [*_check_files(config), *_check_lengths(config), *_check_layout(config), *_check_work(config)]
+
+
+def require_consistent(config: Config, source: str) -> None:
+    """
+    Raises:
+        ConfigError: lists all that ``cross_check`` finds.
+    """
+    if problems := cross_check(config):
+        listing = "\n".join(f"  {problem}" for problem in problems)
+        raise ConfigError(f"The config {source} has {len(problems)} problem(s):\n{listing}")
+
+
+def _check_files(config: Config) -> list[str]:
+    problems = []
+    uses_model = config.rollout.engine == "vllm" or config.learner.policy == "megatron"
+    if uses_model and not (config.run.model / "config.json").is_file():
+        problems.append(
+            f"run.model: no Hugging Face checkpoint at {config.run.model.resolve()} (config.json is missing). Give the folder of "
+            "one, or make it: `make setup` and `make smollm2` make those of the shipped configs."
+        )
+    if not config.coordinator.tasks.is_file():
+        problems.append(
+            f"coordinator.tasks: no file at {config.coordinator.tasks.resolve()}. Convert data with forebay data convert."
+        )
+    return problems
+
+
+def _model_shape(config: Config) -> dict[str, Any]:
+    try:
+        return dict(json.loads((config.run.model / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+def _check_lengths(config: Config) -> list[str]:
+    longest = config.run.max_prompt_tokens + config.run.max_completion_tokens
+    problems = []
+    limit = _model_shape(config).get("max_position_embeddings")
+    if limit is not None and longest > limit:
+        problems.append(
+            f"run.max_prompt_tokens + run.max_completion_tokens = {longest}, but the model takes {limit}: lower them by {longest - limit}."
+        )
+    if longest > config.learner.max_tokens_per_microbatch:
+        problems.append(
+            f"learner.max_tokens_per_microbatch = {config.learner.max_tokens_per_microbatch} can't hold one sequence of {longest} "
+            "tokens (run.max_prompt_tokens + run.max_completion_tokens): raise it to that at least."
+        )
+    return problems
+
+
+def _check_layout(config: Config) -> list[str]:
+    shape, parallel, up = _model_shape(config), config.learner.parallel, config.up
+    problems = []
+    cut = parallel.tensor * parallel.pipeline
+    if up.learner_procs and up.learner_procs % cut:
+        problems.append(
+            f"up.learner_procs = {up.learner_procs} is no multiple of learner.parallel.tensor * pipeline = {cut}: "
+            f"use {max(cut, up.learner_procs // cut * cut)}."
+        )
+    for key, name, size in (
+        ("num_attention_heads", "learner.parallel.tensor", parallel.tensor),
+        ("num_key_value_heads", "learner.parallel.tensor", parallel.tensor),
+        ("num_hidden_layers", "learner.parallel.pipeline", parallel.pipeline),
+        ("num_attention_heads", "rollout.tensor_parallel", config.rollout.tensor_parallel),
+    ):
+        count = shape.get(key)
+        if count and count % size:
+            fits = [n for n in range(1, count + 1) if count % n == 0]
+            problems.append(f"{name} = {size} does not divide the model's {key} = {count}: use one of {fits}.")
+    if up.rollout_devices and len(up.rollout_devices) != up.rollout_nodes:
+        problems.append(
+            f"up.rollout_devices has {len(up.rollout_devices)} entries for up.rollout_nodes = {up.rollout_nodes}."
+        )
+    if up.learner_devices and len(up.learner_devices) != up.learner_procs:
+        problems.append(
+            f"up.learner_devices has {len(up.learner_devices)} entries for up.learner_procs = {up.learner_procs}."
+        )
+    used = [device for devices in [*up.rollout_devices, up.learner_devices] for device in devices]
+    if shared := sorted({device for device in used if used.count(device) > 1}):
+        problems.append(
+            f"up.rollout_devices and up.learner_devices both use CUDA devices {shared}: give each role its own."
+        )
+    return problems
+
+
+def _check_work(config: Config) -> list[str]:
+    coordinator, problems = config.coordinator, []
+    slowest = coordinator.generate_timeout_s + coordinator.score_timeout_s
+    if coordinator.no_progress_timeout_s <= slowest:
+        problems.append(
+            f"coordinator.no_progress_timeout_s = {coordinator.no_progress_timeout_s:g} must be over generate_timeout_s + "
+            f"score_timeout_s = {slowest:g}, or the run gives up before a lease does."
+        )
+    return problems

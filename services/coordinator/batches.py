@@ -1,0 +1,51 @@
+"""Groups -> the batch message and its metrics. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+import numpy as np
+
+from protocol.codec import Array
+from protocol.messages import Batch, BatchSample
+from protocol.versions import staleness
+from services.coordinator.groups import Group
+
+_ARRAYS = ("prompt_ids", "completion_ids", "logprobs")
+
+
+def make_batch(step: int, groups: Sequence[Group], *, replay: bool) -> tuple[Batch, dict[str, Array]]:
+    """The batch of ``step`` with its concatenated arrays; only judged samples take part."""
+    chosen = [(group, sample) for group in groups for sample in group.judged()]
+    samples = [
+        BatchSample(
+            group_id=group.group_id,
+            sample_index=sample.sample_index,
+            reward=sample.result.reward or 0.0,
+            segments=sample.segments,
+            num_prompt_tokens=int(sample.arrays["prompt_ids"].size),
+            num_completion_tokens=sample.num_tokens,
+        )
+        for group, sample in chosen
+        if sample.result is not None
+    ]
+    arrays = {name: np.concatenate([sample.arrays[name] for _, sample in chosen]) for name in _ARRAYS}
+    return Batch(step=step, samples=samples, replay=replay), arrays
+
+
+def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """What a step is made of: rewards, share of groups without signal, lengths (tokens), staleness (versions)."""
+    samples = [sample for group in groups for sample in group.judged()]
+    ages = [staleness(sample.segments, version) for sample in samples]
+    rewards = [reward for group in groups for reward in group.rewards()]
+    return {
+        "reward/mean": fmean(rewards),
+        "reward/no_signal_groups": fmean(len(set(group.rewards())) == 1 for group in groups),
+        "completion/tokens_mean": fmean(sample.num_tokens for sample in samples),
+        "completion/truncated": fmean(sample.finish_reason == "length" for sample in samples),
+        "completion/mixed_versions": fmean(len(sample.segments) > 1 for sample in samples),
+        "staleness/mean": fmean(ages),
+        "staleness/max": float(max(ages)),
+        "batch/samples": float(len(samples)),
+    }

@@ -1,0 +1,52 @@
+"""The ``[coordinator]`` section."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from common.config import StrictModel
+
+
+class CoordinatorConfig(StrictModel):
+    """What is trained on, in which order, and how long anything may take."""
+
+    bind: str = ""  # what to listen on; empty: run.address
+    insecure: bool = False  # listen on a non-loopback address without encryption or authentication
+    tasks: Path
+    shuffle: bool = True
+
+    group_size: int = Field(default=8, ge=2, le=1024)
+    groups_per_step: int = Field(default=8, ge=1, le=4096)
+    max_steps: int = Field(ge=1)
+    max_epochs: int = Field(default=0, ge=0)  # 0: the tasks are gone through as often as the steps take
+    max_staleness: int = Field(default=1, ge=0, le=64)  # optimizer steps
+    bypass_window: int = Field(default=0, ge=0)  # groups; see services/coordinator/admission.py
+    min_group_size: int = Field(default=2, ge=2)
+    dynamic_sampling: bool = False  # refill groups whose rewards are all equal
+    max_filtered_per_step: int = Field(default=16, ge=0)  # after so many the step goes on with what there is
+
+    heartbeat_interval_s: float = Field(default=1.0, gt=0)
+    node_timeout_s: float = Field(default=15.0, gt=0)  # silence after which a node is taken for dead
+    generate_timeout_s: float = Field(default=300.0, gt=0)  # one generate lease
+    score_timeout_s: float = Field(default=60.0, gt=0)  # one score lease
+    generate_attempts: int = Field(default=3, ge=1)
+    score_attempts: int = Field(default=3, ge=1)
+    no_progress_timeout_s: float = Field(default=900.0, gt=0)  # the run ends with an error when nothing happens so long
+    leave_timeout_s: float = Field(default=10.0, gt=0)  # at the end: for the nodes to leave
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.min_group_size > self.group_size:
+            raise ValueError(f"min_group_size {self.min_group_size} is over group_size {self.group_size}")
+        most = self.max_staleness * self.groups_per_step
+        if self.bypass_window > most:
+            raise ValueError(
+                f"bypass_window {self.bypass_window} is over max_staleness * groups_per_step = {most}: "
+                "no step could ever be filled (services/coordinator/admission.py has the proof)"
+            )
+        if self.node_timeout_s < 3 * self.heartbeat_interval_s:
+            raise ValueError("node_timeout_s must be at least 3 * heartbeat_interval_s, or one late beat kills a node")
+        return self

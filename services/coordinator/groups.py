@@ -1,0 +1,73 @@
+"""Groups and samples: the coordinator's view of one prompt's completions, from admission to training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from protocol.codec import Array
+from protocol.verdicts import JudgeResult
+from protocol.versions import Segment
+
+
+class GroupStatus(StrEnum):
+    """OPEN -> READY -> BATCHED -> TRAINED; OPEN -> FAILED or FILTERED, which give their place back."""
+
+    OPEN = "open"  # being generated or judged
+    READY = "ready"  # fully judged, waiting for a step
+    BATCHED = "batched"  # fixed to a step that isn't committed
+    TRAINED = "trained"
+    FILTERED = "filtered"  # all rewards equal, refilled
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class Sample:
+    """One acknowledged completion. ``arrays`` as in ``messages.SampleResult``."""
+
+    sample_index: int
+    text: str
+    finish_reason: str
+    segments: list[Segment]
+    arrays: dict[str, Array]
+    result: JudgeResult | None = None
+    score_attempts: int = 0
+    avoid_nodes: set[str] = field(default_factory=set)  # reward nodes that failed on it
+    lost: bool = False  # scoring failed for good: the group goes on without it
+
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens: what generation cost."""
+        return int(self.arrays["completion_ids"].size)
+
+
+@dataclass(slots=True)
+class Group:
+    """``group_id`` is the order of admission; ``draw`` is the task's place in the cursor."""
+
+    group_id: int
+    draw: int
+    task_index: int
+    admitted_version: int
+    status: GroupStatus = GroupStatus.OPEN
+    step: int | None = None
+    overtaken: int = 0
+    generate_attempts: int = 0
+    samples: dict[int, Sample] = field(default_factory=dict)
+
+    def missing(self, group_size: int) -> list[int]:
+        """Sample indices without a completion yet."""
+        return [index for index in range(group_size) if index not in self.samples]
+
+    def judged(self) -> list[Sample]:
+        """Samples with a reward, by index."""
+        return [s for _, s in sorted(self.samples.items()) if s.result is not None and not s.lost]
+
+    def rewards(self) -> list[float]:
+        """Rewards of the judged samples, by index."""
+        return [s.result.reward or 0.0 for s in self.judged() if s.result is not None]
+
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens of all its samples, lost ones too."""
+        return sum(sample.num_tokens for sample in self.samples.values())

@@ -1,0 +1,72 @@
+"""The state of a run as plain data, for ``forebay status``, ``forebay up`` and anyone who asks with ``StatusRequest``."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from services.coordinator.groups import GroupStatus
+from services.coordinator.membership import Node, is_current
+
+if TYPE_CHECKING:
+    from services.coordinator.service import Coordinator
+
+RECENT_STEPS = 200
+
+
+def build_status(coordinator: Coordinator) -> dict[str, Any]:
+    """A JSON-able dict. Tokens are completion tokens; ages and durations are seconds; ``steps`` has the last 200."""
+    pool, members = coordinator.pool, coordinator.members
+    in_flight = sum(node.tokens_in_flight for node in members.nodes.values())
+    ledger = pool.ledger.model_dump()
+    by_status = {str(status): 0 for status in (GroupStatus.OPEN, GroupStatus.READY, GroupStatus.BATCHED)}
+    for group in pool.groups.values():
+        by_status[str(group.status)] += 1
+    return {
+        "run_id": coordinator.run.id,
+        "run_dir": str(coordinator.run.run_dir),
+        "state": coordinator.state,
+        "end_reason": coordinator.end_reason,
+        "uptime_s": time.monotonic() - coordinator.started_at,
+        "version": pool.version,
+        "incarnation": max(0, coordinator.incarnation),
+        "max_steps": coordinator.config.max_steps,
+        "groups": by_status,
+        "ledger": {
+            **ledger,
+            "buffered": pool.buffered_tokens,
+            "in_flight": in_flight,
+            "generated": ledger["received"] + in_flight,
+        },
+        "staleness_counts": {str(age): count for age, count in sorted(pool.staleness_counts.items())},
+        "max_staleness": coordinator.config.max_staleness,
+        "verdicts": dict(coordinator.verdicts),
+        "nodes": [_node(node, pool.version) for node in members.nodes.values()],
+        "steps": [{"step": step, "at": at, **metrics} for step, at, metrics in coordinator.steps[-RECENT_STEPS:]],
+        "first_rewards": [metrics.get("reward/mean", 0.0) for _, _, metrics in coordinator.steps[:5]],
+        "syncs": [
+            {k: v for k, v in sync.items() if k != "started_at"} for sync in coordinator.sync_rounds[-RECENT_STEPS:]
+        ],
+        "num_syncs": len(coordinator.sync_rounds),
+        "export_dir": coordinator.export_dir,
+    }
+
+
+def _node(node: Node, version: int) -> dict[str, Any]:
+    now = time.monotonic()
+    return {
+        "node_id": node.node_id,
+        "role": node.role,
+        "host": node.host,
+        "pid": node.pid,
+        "capacity": node.capacity,
+        "leases": len(node.lease_ids),
+        "holds": None if node.holds is None else str(node.holds),
+        "current": node.role != "rollout" or is_current(node, version),
+        "fenced_reason": node.fenced_reason,
+        "seen_s_ago": now - node.seen_at,
+        "joined_s_ago": now - node.joined_at,
+        "loop_lag_ms": node.loop_lag_ms,
+        "counters": node.counters,
+        "waits": [wait.model_dump() for wait in node.waits],
+    }

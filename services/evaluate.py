@@ -1,0 +1,72 @@
+"""``forebay eval``: how many completions of a checkpoint solve held-out tasks. Same engine, sandbox and settings as a run."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console
+from rich.table import Table
+
+from common.errors import ConfigError
+from protocol.messages import Sampling
+from protocol.tasks import Task, load_tasks
+from services.config import Config
+from services.reward.judge import Judge
+from services.rollout.service import make_engine
+
+
+def main(config: Config, models: list[Path], tasks_path: Path, *, num_samples: int) -> int:
+    """Print one row a model: mean reward (pass@1 over ``num_samples`` completions a task) and tasks solved at least once.
+
+    Raises:
+        ConfigError: a model or the task file can't be used.
+    """
+    if num_samples < 1:
+        raise ConfigError(f"--samples must be 1 or more, not {num_samples}.")
+    tasks = load_tasks(tasks_path)
+    for model in models:
+        if not (model / "config.json").is_file():
+            raise ConfigError(f"No Hugging Face checkpoint at {model.resolve()}: config.json is missing.")
+    table = Table(
+        title=f"{len(tasks)} tasks of {tasks_path}, {num_samples} completions each at temperature {config.run.temperature:g}"
+    )
+    table.add_column("model")
+    table.add_column("pass@1", justify="right")
+    table.add_column("solved at least once", justify="right")
+    for model in models:
+        rewards = asyncio.run(_evaluate(config, model, tasks, num_samples))
+        solved = sum(max(group) == 1.0 for group in rewards)
+        table.add_row(str(model), f"{fmean(fmean(group) for group in rewards):.3f}", f"{solved}/{len(tasks)}")
+    Console().print(table)
+    return 0
+
+
+async def _evaluate(config: Config, model: Path, tasks: list[Task], num_samples: int) -> list[list[float]]:
+    run = config.run.model_copy(update={"model": model})
+    engine = make_engine(run, config.rollout)
+    judge = Judge(config.reward)
+    judge.start()
+    await engine.start()
+    limit = asyncio.Semaphore(config.rollout.max_concurrent_groups)
+    sampling = Sampling(max_tokens=run.max_completion_tokens, temperature=run.temperature)
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(config.reward.num_workers) as threads:
+
+        async def one(task: Task) -> list[float]:
+            async with limit:
+                texts = [c.text async for c in engine.generate(task.prompt, range(num_samples), sampling, run.seed)]
+            results = await asyncio.gather(
+                *(loop.run_in_executor(threads, judge.judge, text, task.tests) for text in texts)
+            )
+            if broken := [result.message for result in results if result.reward is None]:
+                raise ConfigError(f"Task {task.task_id} can't be judged here: {broken[0]}")
+            return [result.reward or 0.0 for result in results]
+
+        try:
+            return await asyncio.gather(*(one(task) for task in tasks))
+        finally:
+            await engine.close()
+            judge.close()

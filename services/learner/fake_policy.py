@@ -1,0 +1,80 @@
+"""A policy of one number that "trains" in no time, through the real transport, broadcast, checkpoints and loop."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.learner.packing import TrainSample
+from services.learner.policy import StepStats
+
+
+class FakePolicy:
+    """Its weight is a running checksum of all it was trained on: equal histories give equal weights, and only those."""
+
+    def __init__(self, *, step_s: float) -> None:
+        self.device = torch.device("cpu")
+        self.weight = 0.0
+        self._step_s = step_s
+
+    is_sender = True
+    stage = 0
+
+    def train_step(self, samples: Sequence[TrainSample], *, total_steps_done: int) -> StepStats:
+        """Fold the samples into the weight."""
+        time.sleep(self._step_s)
+        for sample in samples:
+            self.weight = (self.weight * 31 + float(sample.completion_ids.sum()) + sample.advantage) % 1_000_003
+        num_loss_tokens = sum(len(sample.completion_ids) for sample in samples)
+        gap = float(np.mean([abs(float(sample.logprobs.mean()) + 1.0) for sample in samples]))
+        return StepStats(
+            loss=0.0,
+            grad_norm=0.0,
+            lr=0.0,
+            num_samples=len(samples),
+            num_tokens=sum(sample.length for sample in samples),
+            num_loss_tokens=num_loss_tokens,
+            num_microbatches=1,
+            clip_share=0.0,
+            ratio_mean=1.0,
+            ratio_max=1.0,
+            logprob_gap_mean=gap,
+            logprob_gap_max=gap,
+            kl_k3=0.0,
+            entropy=0.0,
+            step_s=self._step_s,
+        )
+
+    def plan_hf_tensors(self, dtype: torch.dtype | None = None) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        """One tensor."""
+        return [("weight", (256,), torch.float32)]
+
+    def iter_hf_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weight, repeated."""
+        yield "weight", torch.full((256,), self.weight, dtype=torch.float32)
+
+    def save_checkpoint(self, root: Path, step: int, extra: dict[str, Any]) -> Path:
+        """One JSON file in the folder that a real policy would write."""
+        folder = root / f"step-{step:08d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / "fake.json.partial"
+        partial.write_text(json.dumps({"step": step, "extra": extra, "weight": self.weight}))
+        partial.rename(folder / "fake.json")
+        return folder
+
+    def load_checkpoint(self, path: Path) -> tuple[int, dict[str, Any]]:
+        """See ``save_checkpoint``."""
+        data = json.loads((path / "fake.json").read_text())
+        self.weight = data["weight"]
+        return int(data["step"]), dict(data["extra"])
+
+    def export_hf(self, target: Path) -> None:
+        """The weight as JSON."""
+        target.mkdir(parents=True, exist_ok=True)
+        (target / "fake.json").write_text(json.dumps({"weight": self.weight}))

@@ -1,0 +1,220 @@
+"""The learner's loop: a batch in, an optimizer step, the new version out.
+
+    consumes:    Batch, Resync, EndOfData
+    produces:    the policy's next version in every engine; StepCommitted; checkpoints; the Hugging Face export
+    waits for:   the coordinator's batch; the engines during an update
+    unblocked by: enough judged groups; a Resync when engines without valid weights would otherwise keep it waiting
+
+Every rank of the torchrun world runs this loop. Rank 0 alone talks to the coordinator, and what it hears goes to the others
+as the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+
+from common.errors import ForebayError, InvariantError
+from common.net import own_address_towards
+from protocol import messages as m
+from protocol.codec import Received
+from protocol.config import RunConfig
+from services.learner.advantages import group_advantages
+from services.learner.checkpoints import latest_checkpoint, prune_checkpoints
+from services.learner.config import LearnerConfig, ObjectiveConfig
+from services.learner.link import Link
+from services.learner.packing import TrainSample
+from services.learner.policy import Policy
+from services.learner.weight_sender import WeightSender, publish
+from services.learner.world import World
+
+log = structlog.get_logger()
+
+
+class Learner:
+    """See the module. ``run`` is the loop; the other methods are its phases."""
+
+    def __init__(
+        self, run: RunConfig, config: LearnerConfig, policy: Policy, world: World, *, node_id: str = ""
+    ) -> None:
+        self.run_config, self.config, self.policy, self.world = run, config, policy, world
+        self.step = self._resume()  # optimizer steps done = the version of the weights at hand
+        self.checkpoint_step = self.step if self.step else -1
+        self.link = Link(run, checkpoint_step=self.step, node_id=node_id) if world.rank == 0 else None
+        self.incarnation = world.share_int(self.link.welcome.tag.incarnation if self.link else 0)
+        host = config.host or own_address_towards(run.address)
+        dtype = None if config.publish_dtype == "model" else getattr(torch, config.publish_dtype)
+        self.sender = WeightSender(policy, host=host, timeout_s=run.sync_timeout_s, dtype=dtype)
+        self.stores = world.gather_text(self.sender.address)
+
+    def run(self) -> int:
+        """Train until the coordinator says that it is over, or a stop. Returns the exit code."""
+        if self.link:
+            self.link.stop_on_signals()
+        else:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 decides, and this rank hears of it
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        while (work := self._next_work()) is not None:
+            match work.message:
+                case m.Batch() as batch:
+                    metrics = self._train(batch, work.arrays)
+                    if not batch.replay:
+                        metrics |= self._publish(only_fenced=False)
+                    self._commit(metrics)
+                case m.Resync():
+                    self._publish(only_fenced=True)
+                case m.EndOfData() as end:
+                    log.info("end_of_data", reason=end.reason)
+                    self._finish()
+                    break
+        if self.step != max(0, self.checkpoint_step):
+            self._checkpoint()
+        self.sender.leave()
+        if self.link:
+            self.link.close("done")
+            return 0 if self.link.signum is None else 128 + self.link.signum
+        return 0
+
+    # ---- phases ----
+
+    def _resume(self) -> int:
+        path = latest_checkpoint(self._checkpoints)
+        if path is None:
+            return 0
+        step, _ = self.policy.load_checkpoint(path)
+        log.info("resumed", step=step, checkpoint=str(path))
+        return step
+
+    def _next_work(self) -> Received | None:
+        received = self.link.next_work(self.step + 1) if self.link else None
+        return self.world.share_message(received, run_id=self.run_config.id)
+
+    def _train(self, batch: m.Batch, arrays: dict[str, Any]) -> dict[str, float]:
+        if batch.step != self.step + 1:
+            raise InvariantError(f"The learner is at step {self.step} and was given the batch of step {batch.step}.")
+        started = time.monotonic()
+        samples = to_train_samples(batch, arrays, self.config.objective)
+        metrics = {"batch/trained_samples": float(len(samples))}
+        if samples:  # else no group had a signal, and a step without gradient would only decay the moments
+            stats = self.policy.train_step(samples, total_steps_done=self.step)
+            metrics |= {f"train/{name}": float(value) for name, value in vars(stats).items()}
+        self.step += 1
+        return metrics | {"time/train_s": time.monotonic() - started}
+
+    def _publish(self, *, only_fenced: bool) -> dict[str, float]:
+        request = m.SyncRequest(
+            tag=m.VersionTag(version=self.step, incarnation=self.incarnation),
+            stores=self.stores,
+            only_fenced=only_fenced,
+        )
+        started = time.monotonic()
+        done = publish(self.sender, request, ask=self._ask, agree=self.world.first_text)
+        return {
+            "time/publish_s": time.monotonic() - started,
+            "sync/bytes": float(done.num_bytes),
+            "sync/acked": float(len(done.acked)),
+            "sync/failed": float(len(done.failed)),
+        }
+
+    def _commit(self, metrics: dict[str, float]) -> None:
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self._ask(
+            m.StepCommitted(step=self.step, metrics=finite, checkpoint_step=self.checkpoint_step),
+            f"commit of step {self.step}",
+        )
+        if self.step % self.config.checkpoint_interval_steps == 0:
+            self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        path = self.policy.save_checkpoint(self._checkpoints, self.step, {"incarnation": self.incarnation})
+        self.checkpoint_step = self.step
+        if self.world.rank == 0:
+            prune_checkpoints(self._checkpoints, keep=self.config.keep_checkpoints)
+            log.info("checkpoint", step=self.step, path=str(path))
+
+    def _finish(self) -> None:
+        export_dir = Path(self.run_config.run_dir) / "export"
+        self.policy.export_hf(export_dir)
+        if self.step != self.checkpoint_step:
+            self._checkpoint()
+        self._ask(m.LearnerDone(export_dir=str(export_dir)), "the end of the run")
+
+    # ---- talking ----
+
+    def _ask(self, message: m.Message, what: str) -> m.Message:
+        """Rank 0 asks the coordinator; every rank gets the answer."""
+        answer = None
+        if self.link:
+            answer = Received(
+                self.link.ask(message, what=what, timeout_s=self.run_config.sync_timeout_s * 1.5), "", 0, 0
+            )
+        shared = self.world.share_message(answer, run_id=self.run_config.id)
+        if shared is None:
+            raise ForebayError("Rank 0 of the learner stopped without an answer.")
+        return shared.message
+
+    @property
+    def _checkpoints(self) -> Path:
+        return Path(self.run_config.run_dir) / "checkpoints"
+
+
+def to_train_samples(batch: m.Batch, arrays: dict[str, Any], objective: ObjectiveConfig) -> list[TrainSample]:
+    """The samples of ``batch`` with their advantages, without groups that have no signal: those have zero gradient, and
+    leaving them out keeps them out of the loss denominator too.
+
+    ``arrays`` as in ``messages.Batch``. A group's samples are contiguous.
+    """
+    rewards = np.asarray([sample.reward for sample in batch.samples], dtype=np.float64)
+    groups = np.asarray([sample.group_id for sample in batch.samples])
+    advantages = np.zeros(len(rewards), dtype=np.float32)
+    for group_id in dict.fromkeys(groups.tolist()):
+        members = groups == group_id
+        if np.ptp(rewards[members]) > 0:
+            advantages[members] = group_advantages(
+                rewards[members], kind=objective.advantage, std_floor=objective.std_floor
+            )
+        else:
+            advantages[members] = np.nan
+    prompts = _split(arrays["prompt_ids"], [sample.num_prompt_tokens for sample in batch.samples])
+    completions = _split(arrays["completion_ids"], [sample.num_completion_tokens for sample in batch.samples])
+    logprobs = _split(arrays["logprobs"], [sample.num_completion_tokens for sample in batch.samples])
+    return [
+        TrainSample(prompt, completion, logprob, float(advantage))
+        for prompt, completion, logprob, advantage in zip(prompts, completions, logprobs, advantages, strict=True)
+        if not np.isnan(advantage)
+    ]
+
+
+def _split(array: Any, lengths: Sequence[int]) -> list[Any]:
+    return np.split(array, np.cumsum(lengths)[:-1])
+
+
+def make_policy(run: RunConfig, config: LearnerConfig) -> Policy:
+    """The policy that the config names; imports Megatron only for Megatron."""
+    if config.policy == "fake":
+        from services.learner.fake_policy import FakePolicy
+
+        return FakePolicy(step_s=config.fake_step_s)
+    from services.learner.megatron.policy import MegatronPolicy
+
+    return MegatronPolicy(
+        config, run.model, seed=run.seed, deterministic=config.deterministic, temperature=run.temperature
+    )
+
+
+def main(run: RunConfig, config: LearnerConfig, *, node_id: str = "") -> int:
+    """Body of one rank of the learner: its exit code."""
+    policy = make_policy(run, config)
+    world = World(policy.device)
+    try:
+        return Learner(run, config, policy, world, node_id=node_id).run()
+    finally:
+        world.close()

@@ -1,0 +1,35 @@
+"""The ``[rollout]`` section."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from common.config import StrictModel
+
+
+class FakeEngineConfig(StrictModel):
+    """A scripted engine without a model, for tests of everything around it. It never stands in for vLLM in a claim."""
+
+    completion: str = "```python\ndef f(x):\n    return x\n```"
+    tokens_per_s: float = Field(default=2000.0, gt=0)  # for each sequence
+    num_tokens: int = Field(default=16, gt=0)
+    fail_every: int = Field(default=0, ge=0)  # every n-th group fails; 0: none
+    fail_update_at: int = Field(default=0, ge=0)  # the update to this version fails; 0: none
+
+
+class RolloutConfig(StrictModel):
+    """The inference engine and how much it takes on at once."""
+
+    engine: Literal["vllm", "fake"] = "vllm"
+    max_concurrent_groups: int = Field(default=16, ge=1)  # the node's credits
+    tensor_parallel: int = Field(default=1, ge=1)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_num_seqs: int = Field(default=128, ge=1)
+    gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
+    cpu_kv_cache_gib: int = Field(default=1, ge=1)  # only where there is no GPU
+    num_threads: int = Field(default=0, ge=0)  # OpenMP threads of a CPU engine; 0: vLLM's choice
+    enforce_eager: bool = True
+    keep_prefix_cache: bool = False  # over a weight update: then old weights' cache serves new tokens
+    fake: FakeEngineConfig = FakeEngineConfig()

@@ -1,0 +1,120 @@
+"""An engine without a model: scripted completions at a given speed, through the real transport and the real weight broadcast.
+
+For fault tests and queue benchmarks. It can be slow, fail, or refuse an update; see ``FakeEngineConfig``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from common.errors import ForebayError
+from protocol import weights
+from protocol.messages import Sampling, SyncMember, SyncPlan
+from protocol.versions import Segment, VersionTag
+from services.rollout.config import FakeEngineConfig
+from services.rollout.engine import Completion, PromptTooLong
+
+
+class FakeEngine:
+    """Every token is ``1 + index % 7`` with log-probability -1; a prompt is its UTF-8 bytes."""
+
+    num_workers = 1
+
+    def __init__(self, config: FakeEngineConfig, *, max_prompt_tokens: int) -> None:
+        self.config = config
+        self.holds = VersionTag(version=0)
+        self.received: dict[str, Any] = {}
+        self._max_prompt_tokens = max_prompt_tokens
+        self._generated = 0
+        self._num_groups = 0
+        self._group: weights.BroadcastGroup | None = None
+        self._group_key = ""
+        self._running = asyncio.Event()
+        self._running.set()
+
+    async def start(self) -> None:
+        """Nothing to load."""
+
+    def generated_tokens(self) -> int:
+        """Tokens so far."""
+        return self._generated
+
+    async def generate(
+        self, prompt: str, sample_indices: Sequence[int], sampling: Sampling, seed: int
+    ) -> AsyncIterator[Completion]:
+        """One completion after the other, token by token in time."""
+        prompt_ids = np.frombuffer(prompt.encode(), dtype=np.uint8).astype(np.int32)
+        if prompt_ids.size > self._max_prompt_tokens:
+            raise PromptTooLong(f"{prompt_ids.size} tokens, run.max_prompt_tokens is {self._max_prompt_tokens}")
+        self._num_groups += 1
+        if self.config.fail_every and self._num_groups % self.config.fail_every == 0:
+            raise ForebayError("the fake engine was told to fail")
+        for sample_index in sample_indices:
+            segments: list[Segment] = []
+            count = min(self.config.num_tokens, sampling.max_tokens)
+            for _ in range(count):
+                await self._running.wait()
+                await asyncio.sleep(1 / self.config.tokens_per_s)
+                self._generated += 1
+                version = self.holds.version
+                if segments and segments[-1].version == version:
+                    segments[-1] = Segment(version=version, num_tokens=segments[-1].num_tokens + 1)
+                else:
+                    segments.append(Segment(version=version, num_tokens=1))
+            yield Completion(
+                sample_index=sample_index,
+                prompt_ids=prompt_ids,
+                completion_ids=(1 + np.arange(count) % 7).astype(np.int32),
+                logprobs=np.full(count, -1.0, dtype=np.float32),
+                text=self.config.completion,
+                finish_reason="stop",
+                segments=segments,
+            )
+
+    async def form_groups(self, plan: SyncPlan, member: SyncMember) -> None:
+        """Join the first sender's group; a fake trainer has one stage."""
+        if self._group is None or plan.group_key != self._group_key:
+            await self.leave_groups()
+            self._group = await asyncio.to_thread(_join, plan, member.first_rank)
+            self._group_key = plan.group_key
+
+    async def update_weights(self, plan: SyncPlan) -> float:
+        """Receive into a dict."""
+        if self.config.fail_update_at and plan.tag.version == self.config.fail_update_at:
+            raise ForebayError("the fake engine was told to fail this update")
+        assert self._group is not None
+        started = time.monotonic()
+        self._running.clear()
+        try:
+            fresh: dict[str, Any] = {}
+            await asyncio.to_thread(weights.receive_weights, self._group, fresh.__setitem__)
+            self.received, self.holds = fresh, plan.tag
+        finally:
+            self._running.set()
+        return time.monotonic() - started
+
+    async def leave_groups(self) -> None:
+        """Close the group."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    async def close(self) -> None:
+        """Close the group."""
+        await self.leave_groups()
+
+
+def _join(plan: SyncPlan, rank: int) -> weights.BroadcastGroup:
+    import torch
+
+    store = weights.group_store(
+        weights.connect_store(plan.stores[0], timeout_s=plan.timeout_s), plan.group_key, plan.sync_id
+    )
+    return weights.BroadcastGroup(
+        store, rank=rank, world_size=plan.world_size, device=torch.device("cpu"), timeout_s=plan.timeout_s
+    )

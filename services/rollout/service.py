@@ -1,0 +1,216 @@
+"""A rollout node's loop: leases in, finished completions out, new weights whenever the learner has some.
+
+    consumes:    GenerateLease, SyncPlan, SyncGo, CancelLease, Shutdown
+    produces:    SampleResult for each finished completion, SyncReady, SyncDone
+    waits for:   pushes of the coordinator; the engine
+    unblocked by: the coordinator's leases and sync rounds; a node that holds no valid weights gets no leases
+
+One task for each lease, so a lease that fails takes nothing with it; one task at a time for weight updates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from typing import Any
+
+import structlog
+
+from common.errors import PeerError
+from common.lifecycle import StopSignal
+from common.waits import WaitTable
+from protocol import messages as m
+from protocol.channel import NodeChannel
+from protocol.config import RunConfig
+from services.rollout.config import RolloutConfig
+from services.rollout.engine import Completion, Engine, PromptTooLong
+
+log = structlog.get_logger()
+
+
+class RolloutNode:
+    """Serves one engine to one coordinator until told to leave."""
+
+    def __init__(
+        self, run: RunConfig, config: RolloutConfig, engine: Engine, channel: NodeChannel, waits: WaitTable
+    ) -> None:
+        self.run, self.config, self.engine, self.channel, self.waits = run, config, engine, channel, waits
+        self._leases: dict[str, asyncio.Task[None]] = {}
+        self._plan: m.SyncPlan | None = None
+        self._sync: asyncio.Task[None] | None = None
+        self._go: asyncio.Future[None] | None = None
+        channel.capacity = config.max_concurrent_groups
+        channel.hello_fields = lambda: {"holds": engine.holds, "num_workers": engine.num_workers}
+        channel.beat_fields = self._beat_fields
+
+    def _beat_fields(self) -> dict[str, Any]:
+        return {
+            "lease_ids": list(self._leases),
+            "holds": self.engine.holds,
+            "counters": {"generated_tokens": float(self.engine.generated_tokens())},
+        }
+
+    async def serve(self, stop: StopSignal) -> None:
+        """Until the coordinator says ``Shutdown``, or ``stop``: then unfinished leases are given back."""
+        pushes = asyncio.create_task(self._serve_pushes())
+        stopped = asyncio.create_task(stop.event.wait())
+        try:
+            await asyncio.wait([pushes, stopped, self.channel.failed], return_when=asyncio.FIRST_COMPLETED)
+            if self.channel.failed.done():
+                self.channel.failed.result()
+            if pushes.done():
+                pushes.result()
+        finally:
+            for task in (pushes, stopped, self._sync):
+                if task is not None:
+                    task.cancel()
+            await self._drain()
+
+    async def _serve_pushes(self) -> None:
+        while True:
+            with self.waits.named("leases", on="coordinator"):
+                message = (await self.channel.pushes.get()).message
+            match message:
+                case m.GenerateLease():
+                    task = asyncio.create_task(self._work(message))
+                    self._leases[message.lease_id] = task
+                    task.add_done_callback(lambda _, lease_id=message.lease_id: self._leases.pop(lease_id, None))
+                case m.CancelLease():
+                    self._cancel(message.lease_id)
+                case m.HeartbeatAck():
+                    for lease_id in message.lost_lease_ids:
+                        self._cancel(lease_id)
+                case m.SyncPlan():
+                    await self._cancel_sync()
+                    self._go = asyncio.get_running_loop().create_future()
+                    self._sync = asyncio.create_task(self._take_weights(message, self._go))
+                case m.SyncGo():
+                    if self._go is not None and not self._go.done():
+                        self._go.set_result(None)
+                case m.SyncAborted():
+                    log.warning("sync_aborted", reason=message.reason)
+                    await self._cancel_sync()
+                    await self.engine.leave_groups()
+                case m.Shutdown():
+                    log.info("shutdown", reason=message.reason)
+                    return
+                case _:
+                    log.warning("unexpected_message", kind=message.kind)
+
+    # ---- generation ----
+
+    async def _work(self, lease: m.GenerateLease) -> None:
+        """One lease: stream the group's completions out. Every end of it is told to the coordinator."""
+        sends: list[asyncio.Task[None]] = []
+        try:
+            async with asyncio.timeout(lease.timeout_s):
+                async for completion in self.engine.generate(
+                    lease.prompt, lease.sample_indices, lease.sampling, lease.seed
+                ):
+                    sends.append(asyncio.create_task(self._send(lease, completion)))
+                with self.waits.named(f"acknowledgement of group {lease.group_id}", on="coordinator"):
+                    await asyncio.gather(*sends)
+        except PromptTooLong as error:
+            await self.channel.request(m.LeaseFailed(lease_id=lease.lease_id, error=str(error), permanent=True))
+        except asyncio.CancelledError:
+            await asyncio.shield(self.channel.request(m.LeaseCancelled(lease_id=lease.lease_id, reason="cancelled")))
+        except PeerError:
+            pass  # ``channel.failed`` carries it, and ends the node
+        except (
+            Exception
+        ) as error:  # whatever the engine raises ends this lease only; the coordinator counts the attempt
+            log.exception("lease_failed", group=lease.group_id)
+            await self.channel.request(m.LeaseFailed(lease_id=lease.lease_id, error=f"{type(error).__name__}: {error}"))
+
+    async def _send(self, lease: m.GenerateLease, completion: Completion) -> None:
+        result = m.SampleResult(
+            lease_id=lease.lease_id,
+            group_id=lease.group_id,
+            sample_index=completion.sample_index,
+            text=completion.text,
+            finish_reason=completion.finish_reason,
+            segments=completion.segments,
+        )
+        arrays = {
+            "prompt_ids": completion.prompt_ids,
+            "completion_ids": completion.completion_ids,
+            "logprobs": completion.logprobs,
+        }
+        await self.channel.request(result, arrays=arrays)
+
+    def _cancel(self, lease_id: str) -> None:
+        if task := self._leases.get(lease_id):
+            task.cancel()
+
+    async def _drain(self) -> None:
+        """Give back what isn't finished, within 5 s: after that the coordinator finds out by itself."""
+        tasks = list(self._leases.values())
+        for task in tasks:
+            task.cancel()
+        if tasks and not self.channel.failed.done():
+            await asyncio.wait(tasks, timeout=5.0)
+
+    # ---- weights ----
+
+    async def _take_weights(self, plan: m.SyncPlan, go: asyncio.Future[None]) -> None:
+        member = next((member for member in plan.members if member.node_id == self.channel.node_id), None)
+        if member is None:
+            return
+        started = time.monotonic()
+        try:
+            with self.waits.named(f"weight group for {plan.tag}", on="learner", timeout_s=plan.timeout_s):
+                await self.engine.form_groups(plan, member)
+            await self.channel.request(m.SyncReady(sync_id=plan.sync_id))
+            with self.waits.named(f"go for {plan.tag}", on="coordinator", timeout_s=plan.timeout_s):
+                await go
+            with self.waits.named(f"weights {plan.tag}", on="learner", timeout_s=plan.timeout_s):
+                pause_s = await self.engine.update_weights(plan)
+            done = m.SyncDone(sync_id=plan.sync_id, receive_s=time.monotonic() - started, pause_s=pause_s)
+            await self.channel.request(done)
+            log.info("weights_updated", version=str(plan.tag), pause_s=round(pause_s, 3))
+        except PeerError:
+            pass  # ``channel.failed`` carries it
+        except Exception as error:  # any failure of an update is told, and the node serves on with its old weights
+            log.exception("weight_update_failed", version=str(plan.tag))
+            await self.channel.request(m.SyncFailed(sync_id=plan.sync_id, error=f"{type(error).__name__}: {error}"))
+
+    async def _cancel_sync(self) -> None:
+        if self._sync is not None and not self._sync.done():
+            self._sync.cancel()
+            await asyncio.gather(self._sync, return_exceptions=True)
+
+
+def make_engine(run: RunConfig, config: RolloutConfig) -> Engine:
+    """The engine that the config names; imports vLLM only for vLLM."""
+    if config.engine == "fake":
+        from services.rollout.fake_engine import FakeEngine
+
+        return FakeEngine(config.fake, max_prompt_tokens=run.max_prompt_tokens)
+    from services.rollout.vllm_engine import VllmEngine
+
+    return VllmEngine(run, config)
+
+
+async def main(run: RunConfig, config: RolloutConfig, *, node_id: str = "") -> int:
+    """Body of a rollout process: its exit code. The engine loads before the node joins, so a node that is in can work."""
+    stop = StopSignal()
+    waits = WaitTable()
+    engine = make_engine(run, config)
+    try:
+        await engine.start()
+        if stop.event.is_set():
+            return stop.exit_code
+        node_id = node_id or f"rollout-{socket.gethostname()}-{os.getpid()}"
+        channel = NodeChannel(run.address, run.id, role="rollout", node_id=node_id, waits=waits)
+        node = RolloutNode(run, config, engine, channel, waits)
+        try:
+            await channel.start(join_timeout_s=run.join_timeout_s)
+            log.info("joined", node=node_id)
+            await node.serve(stop)
+        finally:
+            await channel.close("drained")
+    finally:
+        await engine.close()
+    return stop.exit_code

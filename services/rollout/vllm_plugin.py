@@ -1,0 +1,23 @@
+"""Entry point ``vllm.general_plugins``: vLLM calls ``register`` in every one of its processes, so workers find our engine."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+BACKEND = "forebay"
+PARENT_ENV = "FOREBAY_ROLLOUT_PID"  # set by a rollout node for its engine processes
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def register() -> None:
+    """Register the weight receiver, and tie engine processes to the rollout node: they must not outlive it."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, "services.rollout.weight_receiver", "WeightReceiver")
+    node_pid = os.environ.get(PARENT_ENV)
+    if node_pid and int(node_pid) != os.getpid():
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -1,0 +1,93 @@
+"""The receiving side of the weight broadcast, inside vLLM's worker processes (vLLM's ``WeightTransferEngine`` lifecycle).
+
+All bytes are received and their checksums compared before the model is touched, so a failed transfer leaves the old weights
+serving; the price is one extra copy of this worker's weights while an update runs. Then ``finish_weight_update`` loads them
+through vLLM's layer-wise reload, which also repacks weights where the platform needs it (linear layers on CPU).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from protocol import weights
+
+
+@dataclass
+class ReceiverInit(WeightTransferInitInfo):
+    """The groups to join: see ``messages.SyncPlan``."""
+
+    stores: list[str]
+    group_key: str
+    sync_id: int
+    first_rank: int
+    world_size: int
+    timeout_s: float
+
+
+@dataclass
+class ReceiverUpdate(WeightTransferUpdateInfo):
+    """Nothing but the version's name: what comes is said by the manifest."""
+
+    version: int
+
+
+class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
+    """One rank in each sender's group."""
+
+    init_info_cls = ReceiverInit
+    update_info_cls = ReceiverUpdate
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._groups: list[weights.BroadcastGroup] = []
+        self._staged: list[tuple[str, torch.Tensor]] = []
+
+    def init_transfer_engine(self, init_info: ReceiverInit) -> None:
+        """Join every sender's group as rank ``first_rank`` + this worker's rank in its engine."""
+        self.shutdown()
+        rank = init_info.first_rank + self.parallel_config.rank
+        for address in init_info.stores:
+            store = weights.group_store(
+                weights.connect_store(address, timeout_s=init_info.timeout_s), init_info.group_key, init_info.sync_id
+            )
+            self._groups.append(
+                weights.BroadcastGroup(
+                    store, rank=rank, world_size=init_info.world_size, device=self.device, timeout_s=init_info.timeout_s
+                )
+            )
+
+    def start_weight_update(self) -> None:
+        """Nothing yet: the model stays as it is until everything has arrived."""
+        self._staged = []
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive from every sender. vLLM's own version synchronizes an accelerator, which a CPU doesn't have."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: ReceiverUpdate) -> None:
+        """Stage all tensors of all senders."""
+        for group in self._groups:
+            weights.receive_weights(group, lambda name, tensor: self._staged.append((name, tensor)))
+
+    def finish_weight_update(self) -> None:
+        """Load what was staged; all of vLLM's parameters must be covered, or its reload raises."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(iter(self._staged))
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._staged = []
+
+    def shutdown(self) -> None:
+        """Close all groups."""
+        for group in self._groups:
+            group.close()
+        self._groups = []

@@ -1,0 +1,294 @@
+"""``forebay up``: all roles on this machine as processes of their own: spawn, watch, ordered stop.
+
+Children are tied to this process (PR_SET_PDEATHSIG): if it is killed, they get SIGTERM. They run in sessions of their own, so a
+Ctrl-C reaches only this process, which then ends the run through the coordinator, and by signals only what is left after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from rich.console import Console
+from rich.live import Live
+
+from common.errors import ConfigError, ForebayError, PeerError
+from protocol.client import ask
+from protocol.messages import StopRequest
+from services import view
+from services.config import Config, load_config, require_consistent
+
+POLL_S = 0.5
+START_TIMEOUT_S = 30.0
+NOT_RESTARTED = (0, 2, 3, 6, 7, 130, 143)  # done, or an error that would come again (common/errors.py)
+
+
+def _tie_to_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG, prctl(2)
+
+
+@dataclass
+class Child:
+    """One role's process; ``argv`` starts it again after a crash."""
+
+    name: str
+    argv: list[str]
+    env: dict[str, str]
+    log_path: Path
+    process: subprocess.Popen[bytes] | None = None
+    restarts: int = 0
+    done: bool = False
+    files: list[IO[bytes]] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Spawn with its output appended to its log."""
+        log_file = self.log_path.open("ab")
+        self.files.append(log_file)
+        self.process = subprocess.Popen(
+            self.argv,
+            env={**os.environ, **self.env},
+            stdin=subprocess.DEVNULL,
+            stdout=log_file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_tie_to_parent,  # this process has no threads when it spawns
+        )
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs."""
+        return self.process.poll() if self.process else None
+
+    def signal_group(self, signum: int) -> None:
+        """Signal the process and what it started."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signum)
+
+    def last_words(self) -> str:
+        """The error paragraph of its log, or its last lines."""
+        lines = self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
+        for index in range(len(lines) - 1, -1, -1):
+            if lines[index].startswith("error: "):
+                return "\n".join(lines[index:])[:2000].removeprefix("error: ")
+        return "\n".join(lines[-15:])
+
+
+class Stopped(Exception):
+    """A signal asked for the end."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+def main(config_path: Path | None, resume: Path | None, overrides: list[str]) -> int:
+    """Body of ``forebay up``.
+
+    Raises:
+        ForebayError: nothing could be started, or a role failed for good.
+    """
+    config, fresh = _prepare(config_path, resume, overrides)
+    run_dir = config.run.run_dir.resolve()
+    console = Console()
+    console.print(
+        f"[bold]{'Starting' if fresh else 'Resuming'} run {config.run.id}[/bold]; logs of every role in {run_dir / 'logs'}"
+    )
+    fleet = Fleet(config, run_dir, console)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, _raise_stopped)
+    try:
+        fleet.start(fresh)
+        fleet.watch()
+        code = 0
+    except Stopped as stop:
+        console.print(f"\nStopping in order (signal {stop.signum}); again to end at once.")
+        fleet.stop_in_order()
+        console.print(f"Stopped. Go on with: forebay up --resume {config.run.run_dir}")
+        code = 128 + stop.signum
+    finally:
+        fleet.end_all()
+    if (summary := _read_summary(run_dir)) is not None:
+        console.print(view.final_tables(summary, log_dir=str(run_dir / "logs")))
+    return code
+
+
+def _raise_stopped(signum: int, _frame: FrameType | None) -> None:
+    signal.signal(signum, signal.SIG_DFL)  # a second one ends this process, and with it the children
+    raise Stopped(signum)
+
+
+def _prepare(config_path: Path | None, resume: Path | None, overrides: list[str]) -> tuple[Config, bool]:
+    if (config_path is None) == (resume is None):
+        raise ConfigError("forebay up takes a config file, or --resume with a run's folder.")
+    if resume is not None:
+        if not (resume / "config.json").is_file():
+            raise ConfigError(f"{resume.resolve()} is not the folder of a run: it has no config.json.")
+        config = load_config(resume / "config.json", overrides)
+        require_consistent(config, str(resume / "config.json"))
+        return config, False
+    assert config_path is not None
+    config = load_config(config_path, overrides)
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    config = config.model_copy(update={"run": config.run.model_copy(update={"id": f"{config.run.id}-{stamp}"})})
+    require_consistent(config, str(config_path))
+    run_dir = config.run.run_dir
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.json").write_text(config.model_dump_json(indent=1))
+    return config, True
+
+
+def _read_summary(run_dir: Path) -> view.Status | None:
+    import json
+
+    path = run_dir / "summary.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+class Fleet:
+    """The children of one run. The coordinator is first in and last out."""
+
+    def __init__(self, config: Config, run_dir: Path, console: Console) -> None:
+        self.config, self.run_dir, self.console = config, run_dir, console
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        self.coordinator = self._child("coordinator", "coordinator")
+        self.others = [self._child("learner", "learner")] if config.up.learner_procs else []
+        self.others += [self._child("rollout", f"rollout-{i}", i) for i in range(config.up.rollout_nodes)]
+        self.others += [self._child("reward", f"reward-{i}") for i in range(config.up.reward_nodes)]
+
+    def _child(self, role: str, name: str, index: int = 0) -> Child:
+        up = self.config.up
+        argv = [sys.executable, "-m", f"services.{role}", "--config", str(self.run_dir / "config.json")]
+        argv += [] if role == "coordinator" else ["--node-id", name]
+        env: dict[str, str] = {}
+        if role == "learner" and up.learner_procs > 1:
+            torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(up.learner_procs)]
+            argv = [sys.executable, "-m", *torchrun, "-m", "services.learner", *argv[3:]]
+        if role == "learner" and up.learner_devices:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, up.learner_devices))
+        if role == "rollout" and up.rollout_devices:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, up.rollout_devices[index]))
+        return Child(name, argv, env, self.run_dir / "logs" / f"{name}.log")
+
+    def start(self, fresh: bool) -> None:
+        """The coordinator first; the others when it answers.
+
+        Raises:
+            ForebayError: the coordinator doesn't come up; a fresh run then leaves no folder behind.
+        """
+        self.coordinator.start()
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            code = self.coordinator.returncode
+            if code is not None or time.monotonic() > deadline:
+                words = self.coordinator.last_words()
+                self.end_all()
+                if fresh:
+                    shutil.rmtree(self.run_dir)
+                raise (
+                    ConfigError(words)
+                    if code == 2
+                    else ForebayError(f"The coordinator did not come up (exit code {code}). {words}")
+                )
+            try:
+                view.fetch(self.config.run.address, self.config.run.id, timeout_s=0.5)
+                break
+            except PeerError:
+                continue
+        for child in self.others:
+            child.start()
+        self.console.print(
+            f"Coordinator is up at {self.config.run.address}; loading models in {len(self.others)} processes."
+        )
+
+    def watch(self) -> None:
+        """Show progress until the coordinator ends; restart what crashes.
+
+        Raises:
+            ForebayError: a role failed for good; the message has its last words.
+        """
+        rates, shown = view.Rates(), 0
+        live = Live(console=self.console, refresh_per_second=4, transient=True) if self.console.is_terminal else None
+        with live or _Nothing():
+            while self.coordinator.returncode is None:
+                self._restart_crashed()
+                status = self._status()
+                if status is not None:
+                    for row in status["steps"]:
+                        if row["step"] > shown:
+                            self.console.print(view.step_line(row), soft_wrap=True, highlight=False)
+                            shown = row["step"]
+                    if live:
+                        live.update(view.render(status, rates))
+                time.sleep(POLL_S)
+        if self.coordinator.returncode != 0:
+            raise ForebayError(f"The run failed: {self.coordinator.last_words()}")
+        self._await_exit([*self.others], self.config.up.stop_timeout_s)
+
+    def _status(self) -> view.Status | None:
+        try:
+            return view.fetch(self.config.run.address, self.config.run.id, timeout_s=2.0)
+        except PeerError:
+            return None  # it is starting again or ending; ``watch`` sees which
+
+    def _restart_crashed(self) -> None:
+        for child in [self.coordinator, *self.others]:
+            code = child.returncode
+            if code is None or child.done:
+                continue
+            if code == 0:
+                child.done = True
+            elif code in NOT_RESTARTED or child.restarts >= self.config.up.max_restarts:
+                raise ForebayError(f"{child.name} ended with exit code {code}: {child.last_words()}")
+            else:
+                child.restarts += 1
+                self.console.print(
+                    f"[yellow]{child.name} ended with exit code {code}; starting it again ({child.restarts}).[/yellow]"
+                )
+                child.start()
+
+    def stop_in_order(self) -> None:
+        """Ask the coordinator to end the run, which tells every node; then wait."""
+        with contextlib.suppress(PeerError):  # it isn't there: ``end_all`` does the rest
+            ask(
+                self.config.run.address,
+                self.config.run.id,
+                StopRequest(reason="forebay up was interrupted"),
+                timeout_s=2.0,
+            )
+        self._await_exit([*self.others, self.coordinator], self.config.up.stop_timeout_s)
+
+    def _await_exit(self, children: list[Child], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and any(c.process and c.returncode is None for c in children):
+            time.sleep(0.05)
+
+    def end_all(self) -> None:
+        """SIGTERM, 3 s, SIGKILL to whatever is left."""
+        children = [*self.others, self.coordinator]
+        for signum, patience_s in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 2.0)):
+            left = [child for child in children if child.process and child.returncode is None]
+            for child in left:
+                child.signal_group(signum)
+            self._await_exit(left, patience_s)
+        for child in children:
+            child.signal_group(signal.SIGKILL)  # what a dead leader may have left in its session
+            for log_file in child.files:
+                log_file.close()
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: Any) -> None: ...

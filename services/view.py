@@ -1,0 +1,187 @@
+"""What people see of a run: ``forebay status``, and the live view and final tables of ``forebay up``."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from protocol.client import ask
+from protocol.messages import StatusReply, StatusRequest
+
+Status = dict[str, Any]
+
+
+def fetch(address: str, run_id: str = "", *, timeout_s: float = 5.0) -> Status:
+    """The coordinator's status.
+
+    Raises:
+        PeerError: nobody answers.
+    """
+    reply = ask(address, run_id, StatusRequest(), timeout_s=timeout_s)
+    assert isinstance(reply, StatusReply)
+    return dict(json.loads(reply.status_json))
+
+
+def main(address: str, run_id: str, *, as_json: bool) -> int:
+    """Body of ``forebay status``."""
+    status = fetch(address, run_id)
+    if as_json:
+        print(json.dumps(status, indent=1))
+    else:
+        Console().print(render(status, Rates()))
+    return 0
+
+
+class Rates:
+    """Per-second rates from the growth of counters between looks, over the last 15 s or so."""
+
+    WINDOW_S = 15.0
+
+    def __init__(self) -> None:
+        self._looks: deque[tuple[float, dict[str, float]]] = deque()
+
+    def add(self, status: Status) -> dict[str, float]:
+        """Rates of each node (by id) and of the learner's trained tokens (``trained``)."""
+        counters = {node["node_id"]: sum(node["counters"].values()) for node in status["nodes"]}
+        counters["trained"] = float(status["ledger"]["trained"])
+        now = float(status["uptime_s"])
+        self._looks.append((now, counters))
+        while self._looks[0][0] < now - self.WINDOW_S:
+            self._looks.popleft()
+        then, old = self._looks[0]
+        if now - then < 1.0:
+            return {}
+        return {name: (value - old[name]) / (now - then) for name, value in counters.items() if name in old}
+
+
+def step_line(row: dict[str, Any]) -> str:
+    """One committed step as one line of text."""
+    trained = row.get("train/num_tokens", 0.0) / max(row.get("time/train_s", 0.0), 1e-9)
+    return (
+        f"step {row['step']:>4}  reward {row.get('reward/mean', 0):.3f}  no-signal {row.get('reward/no_signal_groups', 0):4.0%}  "
+        f"staleness {row.get('staleness/mean', 0):.2f} (max {row.get('staleness/max', 0):.0f})  "
+        f"log-prob gap {row.get('train/logprob_gap_mean', 0):.4f}  grad {row.get('train/grad_norm', 0):.3f}  "
+        f"train {row.get('time/train_s', 0):.2f} s ({trained:.0f} tok/s)  publish {row.get('time/publish_s', 0):.2f} s"
+    )
+
+
+def render(status: Status, rates: Rates) -> RenderableType:
+    """The whole state as tables."""
+    rate = rates.add(status)
+    return Group(_headline(status), _nodes(status, rate), _waits(status))
+
+
+def _headline(status: Status) -> RenderableType:
+    groups, ledger, steps = status["groups"], status["ledger"], status["steps"]
+    last = steps[-1] if steps else {}
+    table = Table.grid(padding=(0, 2))
+    table.add_row(
+        Text(f"run {status['run_id']}", style="bold"),
+        f"step {status['version']}/{status['max_steps']}",
+        f"{status['state']}, up {status['uptime_s']:.0f} s",
+    )
+    table.add_row(
+        f"reward {last.get('reward/mean', float('nan')):.3f}" if last else "reward -",
+        f"staleness {last.get('staleness/mean', 0.0):.2f} (max {last.get('staleness/max', 0.0):.0f}, cap {status['max_staleness']})",
+        f"log-prob gap {last.get('train/logprob_gap_mean', 0.0):.4f}",
+    )
+    table.add_row(
+        f"buffer: {groups['ready']} ready, {groups['open']} open, {groups['batched']} in training",
+        f"tokens: {ledger['generated']:,} generated, {ledger['trained']:,} trained, {ledger['in_flight']:,} in flight",
+        "",
+    )
+    return table
+
+
+def _nodes(status: Status, rate: dict[str, float]) -> RenderableType:
+    table = Table(title_justify="left")
+    for name in ("node", "role", "host", "holds", "leases", "rate", "seen", "loop lag"):
+        table.add_column(name, justify="right" if name in ("leases", "rate", "seen", "loop lag") else "left")
+    units = {"rollout": "tok/s", "reward": "judged/s", "learner": "tok/s"}
+    for node in sorted(status["nodes"], key=lambda node: (node["role"], node["node_id"])):
+        value = rate.get("trained" if node["role"] == "learner" else node["node_id"])
+        holds = node["holds"] or ("v" + str(status["version"]) if node["role"] == "learner" else "-")
+        table.add_row(
+            node["node_id"],
+            node["role"],
+            node["host"],
+            holds if node["current"] else f"{holds} (fenced)",
+            f"{node['leases']}/{node['capacity']}" if node["capacity"] else "-",
+            "-" if value is None else f"{value:,.0f} {units[node['role']]}",
+            f"{node['seen_s_ago']:.1f} s",
+            f"{node['loop_lag_ms']:.0f} ms",
+        )
+    return table
+
+
+def _waits(status: Status) -> RenderableType:
+    lines = [
+        f"{node['node_id']} waits {wait['age_s']:.1f} s for {wait['what']} from {wait['on']}"
+        for node in status["nodes"]
+        for wait in node["waits"]
+        if wait["age_s"] > 1.0
+    ]
+    return Text("\n".join(lines), style="dim")
+
+
+def final_tables(summary: Status, *, log_dir: str) -> RenderableType:
+    """The end of a run: reward first and last, ledger, staleness, weight updates, where the checkpoint lies."""
+    return Group(_outcome(summary, log_dir), _ledger(summary), _staleness(summary))
+
+
+def _outcome(summary: Status, log_dir: str) -> RenderableType:
+    rewards = [row["reward/mean"] for row in summary["steps"] if "reward/mean" in row]
+    table = Table(title=f"Run {summary['run_id']}: {summary['state']}", show_header=False, title_justify="left")
+    first, last = summary["first_rewards"][:5], rewards[-5:]
+    if first:
+        table.add_row("reward, first 5 steps", f"{fmean(first):.3f}")
+        table.add_row("reward, last 5 steps", f"{fmean(last):.3f}  ({fmean(last) - fmean(first):+.3f})")
+    table.add_row("steps", f"{summary['version']} of {summary['max_steps']} in {summary['uptime_s']:.0f} s")
+    syncs = [sync for sync in summary["syncs"] if "total_s" in sync]
+    if syncs:
+        table.add_row(
+            "weight updates",
+            f"{summary['num_syncs']}: {fmean(s['total_s'] for s in syncs):.2f} s each, of which generation paused "
+            f"{fmean(s['pause_s'] for s in syncs):.2f} s; {syncs[-1]['bytes'] / 1e6:.1f} MB",
+        )
+    gaps = [row["train/logprob_gap_mean"] for row in summary["steps"] if "train/logprob_gap_mean" in row]
+    if gaps:
+        table.add_row("log-prob gap", f"{fmean(gaps):.4f} nats per token on average, {max(gaps):.4f} at most")
+    table.add_row("trained checkpoint", summary["export_dir"] or "none: the run did not reach its end")
+    table.add_row("logs", log_dir)
+    return table
+
+
+def _ledger(summary: Status) -> RenderableType:
+    ledger = summary["ledger"]
+    table = Table(title="Ledger: completion tokens", title_justify="left")
+    names = ("generated", "trained", "buffered", "in_flight", "filtered", "failed", "duplicate", "lost")
+    for name in names:
+        table.add_column(name.replace("_", " "), justify="right")
+    table.add_row(*(f"{ledger[name]:,}" for name in names))
+    rest = ledger["generated"] - sum(ledger[name] for name in names[1:])
+    table.caption = (
+        "closes: every generated token is accounted for" if rest == 0 else f"DOES NOT CLOSE: {rest:,} unaccounted for"
+    )
+    return table
+
+
+def _staleness(summary: Status) -> RenderableType:
+    counts = {int(age): count for age, count in summary["staleness_counts"].items()}
+    total = sum(counts.values()) or 1
+    table = Table(
+        title=f"Staleness of trained samples, in versions (cap {summary['max_staleness']})", title_justify="left"
+    )
+    table.add_column("versions", justify="right")
+    table.add_column("samples", justify="right")
+    table.add_column("share")
+    for age in range(max(counts, default=0) + 1):
+        share = counts.get(age, 0) / total
+        table.add_row(str(age), f"{counts.get(age, 0):,}", f"{'#' * round(share * 40):<40} {share:.0%}")
+    return table

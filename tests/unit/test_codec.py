@@ -1,0 +1,87 @@
+"""Frames: what travels, what is refused, and with which words."""
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import ProtocolError
+from protocol import messages as m
+from protocol.codec import decode, encode
+
+
+def sample_frames(**changes):
+    message = m.SampleResult(
+        lease_id="a-1",
+        group_id=7,
+        sample_index=3,
+        text="x = 1",
+        finish_reason="stop",
+        segments=[m.Segment(version=2, num_tokens=3)],
+    )
+    arrays = {
+        "prompt_ids": np.arange(4, dtype=np.int32),
+        "completion_ids": np.arange(3, dtype=np.int32),
+        "logprobs": np.array([-0.5, -1.0, -2.0], dtype=np.float32),
+    }
+    return [bytes(frame) for frame in encode(message, run_id="r", seq=5, re=0, arrays={**arrays, **changes})]
+
+
+def test_a_sample_comes_back_as_it_was_sent_without_a_copy_of_its_arrays():
+    frames = sample_frames()
+    received = decode(frames)
+    assert received.message.group_id == 7
+    assert (received.run_id, received.seq) == ("r", 5)
+    assert received.arrays["logprobs"].tolist() == [-0.5, -1.0, -2.0]
+    assert not received.arrays["completion_ids"].flags.owndata
+    assert not received.arrays["completion_ids"].flags.writeable
+
+
+def test_empty_arrays_travel():
+    received = decode(sample_frames(completion_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32)))
+    assert received.arrays["completion_ids"].shape == (0,)
+
+
+def header_of(frames, **changes):
+    header = msgpack.unpackb(frames[0]) | changes
+    return [msgpack.packb(header), *frames[1:]]
+
+
+@pytest.mark.parametrize(
+    ("frames", "words"),
+    [
+        ([], "empty"),
+        ([b"\xc1"], "not msgpack"),
+        ([msgpack.packb([1, 2])], "malformed"),
+        (header_of(sample_frames(), kind="os.system"), "Unknown message kind"),
+        (header_of(sample_frames(), protocol=99), "Protocol version 99"),
+        (sample_frames()[:2], "must come with arrays"),
+        ([*sample_frames()[:3], b"123"], "takes 12"),
+        (header_of(sample_frames(), arrays=[["prompt_ids", "object", [4]]]), "must come with arrays"),
+        (header_of(sample_frames(), body={"lease_id": 5}), "field"),
+        ([b"\xdc" * (33 << 20)], "over the bounds"),
+    ],
+)
+def test_a_bad_frame_is_refused_with_a_reason(frames, words):
+    with pytest.raises(ProtocolError, match=words):
+        decode(frames)
+
+
+def test_an_array_of_objects_never_travels():
+    with pytest.raises(ProtocolError, match="doesn't travel"):
+        sample_frames(logprobs=np.array([object()]))
+
+
+def test_a_forged_shape_is_refused():
+    frames = sample_frames()
+    header = msgpack.unpackb(frames[0])
+    header["arrays"][0][2] = [2**40, 2**40]
+    with pytest.raises(ProtocolError, match="takes"):
+        decode([msgpack.packb(header), *frames[1:]])
+
+
+@given(st.lists(st.binary(max_size=200), max_size=5))
+def test_random_bytes_raise_nothing_but_protocol_errors(frames):
+    with pytest.raises(ProtocolError):
+        decode(frames)

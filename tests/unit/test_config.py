@@ -1,0 +1,88 @@
+"""Config: what is refused, and with which words; and that every shipped config loads."""
+
+from pathlib import Path
+
+import pytest
+
+from common.config import apply_overrides, parse_override
+from common.errors import ConfigError
+from protocol.tasks import load_tasks
+from services.config import cross_check, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "deploy/configs/quickstart.toml"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "deploy/configs").glob("*.toml")), ids=lambda path: path.name)
+def test_every_shipped_config_loads(path):
+    load_config(path, [])
+
+
+def test_the_quickstart_config_is_consistent(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert cross_check(load_config(QUICKSTART, [])) == []
+
+
+def test_an_unknown_key_is_named_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"learner\.optimizer\.learning_rate: unknown key\. Known here: .*lr"):
+        load_config(QUICKSTART, ["learner.optimizer.learning_rate=1"])
+
+
+def test_all_problems_are_listed_at_once():
+    with pytest.raises(ConfigError) as caught:
+        load_config(QUICKSTART, ["run.seed=-1", "coordinator.group_size=0", "rollout.x=1"])
+    assert all(word in str(caught.value) for word in ("3 problem(s)", "run.seed", "coordinator.group_size", "rollout.x"))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("coordinator.bypass_window=99", "no step could ever be filled"),
+        ("run.address=tcp://0.0.0.0:5710", "coordinator.bind"),
+        ("coordinator.node_timeout_s=1", "one late beat kills a node"),
+        ("coordinator.max_steps=nan", "max_steps"),
+    ],
+)
+def test_impossible_values_are_refused(override, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config(QUICKSTART, [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run.model=nowhere", "no Hugging Face checkpoint"),
+        ("coordinator.tasks=nowhere.jsonl", "no file at"),
+        ("run.max_completion_tokens=100000", "lower them by"),
+        ("learner.parallel.tensor=3", "use one of"),
+        ("up.rollout_devices=[[0],[1]]", "up.rollout_nodes"),
+        ("coordinator.no_progress_timeout_s=10", "gives up before a lease does"),
+    ],
+)
+def test_the_cross_check_says_what_to_do(override, words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert any(words in problem for problem in cross_check(load_config(QUICKSTART, [override])))
+
+
+def test_overrides_are_toml_or_words():
+    assert parse_override("a.b=1e-6") == (["a", "b"], 1e-6)
+    assert parse_override("a=word") == (["a"], "word")
+    assert apply_overrides({"a": {"b": 1}}, ["a.c=[1, 2]"]) == {"a": {"b": 1, "c": [1, 2]}}
+    with pytest.raises(ConfigError, match="not a table"):
+        apply_overrides({"a": 1}, ["a.b=2"])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no task"),
+        ('{"task_id": "a"', ":1 is not JSON"),
+        ('\n{"task_id": "a", "prompt": "p"}', ":2 is not a task: tests"),
+        ('{"task_id": "a", "prompt": "p", "tests": {"kind": "x", "entry_point": "f", "code": "c"}}', "tests.kind"),
+    ],
+)
+def test_a_broken_task_file_is_refused_with_its_line(tmp_path, text, words):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        load_tasks(path)

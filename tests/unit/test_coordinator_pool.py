@@ -1,0 +1,184 @@
+"""The pool: events in, places, batches and a closed ledger out; and the journal that restores it."""
+
+import numpy as np
+import pytest
+
+from common.errors import ConfigError, InvariantError
+from protocol.verdicts import JudgeResult, Verdict
+from protocol.versions import Segment
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.cursor import TaskCursor, task_order
+from services.coordinator.groups import GroupStatus
+from services.coordinator.journal import Journal
+from services.coordinator.pool import Pool
+
+GOOD = JudgeResult(verdict=Verdict.ACCEPTED, reward=1.0)
+BAD = JudgeResult(verdict=Verdict.WRONG_ANSWER, reward=0.0)
+BROKEN = JudgeResult(verdict=Verdict.INFRA_ERROR, message="no disk")
+
+
+def make_config(**changes):
+    values = {"tasks": "t.jsonl", "group_size": 2, "groups_per_step": 2, "max_steps": 10, "max_staleness": 1}
+    return CoordinatorConfig(**{**values, **changes})
+
+
+def make_pool(state=None, **changes):
+    config = make_config(**changes)
+    return Pool(config, TaskCursor(5, seed=0, shuffle=True, max_epochs=config.max_epochs), state)
+
+
+def add(pool, group_id, index, version=0, tokens=3):
+    arrays = {
+        "prompt_ids": np.arange(2, dtype=np.int32),
+        "completion_ids": np.arange(tokens, dtype=np.int32),
+        "logprobs": np.full(tokens, -1.0, np.float32),
+    }
+    segments = [Segment(version=version, num_tokens=tokens)]
+    return pool.add_sample(group_id, index, text="x", finish_reason="stop", segments=segments, arrays=arrays)
+
+
+def finish(pool, group_id, results=(GOOD, BAD), version=0):
+    for index, result in enumerate(results):
+        add(pool, group_id, index, version)
+        pool.add_result(group_id, index, result)
+
+
+def check(pool):
+    pool.ledger.check(buffered=pool.buffered_tokens, live_groups=len(pool.groups))
+
+
+def test_a_group_goes_from_admission_to_training():
+    pool = make_pool()
+    assert [group.group_id for group in pool.admit()] == [0, 1, 2, 3]  # (1 + 1 + 0) * 2
+    assert pool.admit() == []
+    finish(pool, 0)
+    assert pool.take_batch(1) is None
+    finish(pool, 1)
+    assert [group.group_id for group in pool.take_batch(1)] == [0, 1]
+    assert [group.group_id for group in pool.take_batch(1)] == [0, 1], "a fixed batch never changes"
+    pool.commit(1, {})
+    assert [group.group_id for group in pool.admit()] == [4, 5]
+    assert pool.commit(1, {}) == [], "a repeated commit changes nothing"
+    assert pool.ledger.trained == 12
+    check(pool)
+
+
+def test_the_second_result_of_a_sample_is_a_duplicate():
+    pool = make_pool()
+    pool.admit()
+    assert add(pool, 0, 0)
+    assert not add(pool, 0, 0)
+    assert not add(pool, 99, 0)
+    assert pool.ledger.duplicate == 6
+    check(pool)
+
+
+def test_an_infra_error_is_tried_elsewhere_and_then_leaves_the_group():
+    pool = make_pool(group_size=3, score_attempts=2)
+    pool.admit()
+    for index in range(3):
+        add(pool, 0, index)
+    assert pool.add_result(0, 0, BROKEN, node_id="a")
+    assert pool.groups[0].samples[0].avoid_nodes == {"a"}
+    assert not pool.add_result(0, 0, BROKEN, node_id="b")
+    pool.add_result(0, 1, GOOD)
+    pool.add_result(0, 2, BAD)
+    assert pool.groups[0].status is GroupStatus.READY
+    assert pool.groups[0].rewards() == [1.0, 0.0], "an infra error never becomes a reward"
+    check(pool)
+
+
+def test_a_group_with_too_few_judged_samples_gives_its_place_back():
+    pool = make_pool(score_attempts=1)
+    pool.admit()
+    finish(pool, 0, (BROKEN, GOOD))
+    assert 0 not in pool.groups
+    assert [group.group_id for group in pool.admit()] == [4]
+    assert pool.ledger.failed == 6
+    check(pool)
+
+
+def test_equal_rewards_are_refilled_a_bounded_number_of_times():
+    pool = make_pool(dynamic_sampling=True, max_filtered_per_step=2)
+    pool.admit()
+    finish(pool, 0, (GOOD, GOOD))
+    finish(pool, 1, (BAD, BAD))
+    assert pool.ledger.groups_filtered == 2
+    finish(pool, 2, (BAD, BAD))
+    assert pool.groups[2].status is GroupStatus.READY, "the third one goes on as it is: no signal, but no hang"
+    check(pool)
+
+
+def test_a_generation_that_always_fails_is_given_up():
+    pool = make_pool(generate_attempts=2)
+    pool.admit()
+    assert pool.generation_failed(0, "boom", permanent=False)
+    assert not pool.generation_failed(0, "boom", permanent=False)
+    assert 0 not in pool.groups
+    assert not pool.generation_failed(1, "too long", permanent=True)
+    check(pool)
+
+
+def test_negative_staleness_is_an_error():
+    pool = make_pool()
+    pool.admit()
+    finish(pool, 0, version=4)
+    finish(pool, 1, version=4)
+    with pytest.raises(InvariantError, match="negative staleness"):
+        pool.take_batch(1)
+
+
+def test_the_run_ends_with_its_data():
+    pool = make_pool(max_epochs=1, max_staleness=2)
+    assert len(pool.admit()) == 5
+    assert not pool.finished
+    for step in (1, 2):
+        batch = sorted(pool.groups)[:2]
+        for group_id in batch:
+            finish(pool, group_id, version=step - 1)
+        pool.take_batch(step)
+        pool.commit(step, {})
+        pool.admit()
+    assert pool.finished, "one group is left, and a step takes two"
+
+
+def test_each_epoch_has_every_task_once_in_another_order():
+    first, second = (task_order(50, epoch, seed=3, shuffle=True) for epoch in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second
+
+
+async def test_a_restarted_pool_equals_the_one_that_died(tmp_path):
+    journal = Journal(tmp_path / "journal.sqlite", run_id="r")
+    pool = make_pool(journal.load())
+    pool.admit()
+    finish(pool, 0)
+    finish(pool, 1, (GOOD, BROKEN))
+    add(pool, 2, 0)
+    batch = [group.group_id for group in pool.take_batch(1)] if pool.take_batch(1) else None
+    await journal.submit(pool.drain_records())
+    journal.close()
+    again = Journal(tmp_path / "journal.sqlite", run_id="r")
+    copy = make_pool(again.load())
+    assert copy.ledger == pool.ledger
+    assert copy.num_draws == pool.num_draws
+    assert {i: (g.status, g.step, sorted(g.samples)) for i, g in copy.groups.items()} == {
+        i: (g.status, g.step, sorted(g.samples)) for i, g in pool.groups.items()
+    }
+    assert copy.groups[0].samples[0].arrays["logprobs"].tolist() == [-1.0] * 3
+    assert (batch is None) == (copy.take_batch(1) is None)
+    again.close()
+
+
+async def test_a_journal_of_another_run_or_a_damaged_one_is_refused_and_left_alone(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    journal = Journal(path, run_id="r")
+    with pytest.raises(ConfigError, match="Another coordinator"):
+        Journal(path, run_id="r")
+    journal.close()
+    with pytest.raises(ConfigError, match="of run 'r'"):
+        Journal(path, run_id="other")
+    path.write_bytes(b"not a database, but somebody's bytes" * 100)
+    with pytest.raises(ConfigError, match="can't be used"):
+        Journal(path, run_id="r")
+    assert path.read_bytes().startswith(b"not a database")
