@@ -100,13 +100,12 @@ async def main(run: RunConfig, config: RewardConfig, *, node_id: str = "") -> in
     """Body of a reward process: its exit code."""
     stop = StopSignal()
     waits = WaitTable()
-    num_workers = config.workers or len(os.sched_getaffinity(0))
     judge = Judge(config)
     judge.start()
     try:
         node_id = node_id or f"reward-{socket.gethostname()}-{os.getpid()}"
         channel = NodeChannel(run.address, run.id, role="reward", node_id=node_id, waits=waits)
-        node = RewardNode(judge, channel, waits, num_workers=num_workers)
+        node = RewardNode(judge, channel, waits, num_workers=config.num_workers)
         try:
             await channel.start(join_timeout_s=run.join_timeout_s)
             log.info("joined", node=node_id)

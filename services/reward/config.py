@@ -1,0 +1,38 @@
+"""The ``[reward]`` section of the config. Imports nothing heavy: it is read before any role starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Literal
+
+from pydantic import Field
+
+from common.config import StrictModel
+
+
+class RewardWeights(StrictModel):
+    """Weights of the parts of a reward; the reward is the weighted sum, so it lies in [0, 1]."""
+
+    correctness: float = Field(default=1.0, gt=0, le=1)
+
+
+class RewardConfig(StrictModel):
+    """How a reward node judges completions. The limits of one execution belong to the task (``TestSuite.limits``)."""
+
+    workers: int = Field(default=0, ge=0, le=1024)  # judgements at a time; 0: one per core of the affinity mask
+    weights: RewardWeights = RewardWeights()
+    correctness: Literal["all", "fraction"] = "all"  # 1 if every test passed else 0, or the passed fraction
+    unsafe: bool = False  # True: judge even where this node offers no isolation at all
+    max_completion_kib: int = Field(default=256, ge=1, le=16384)  # longer completions are a compile_error
+    python: str = ""  # interpreter that runs candidates; "": the base interpreter of this process
+
+    @property
+    def num_workers(self) -> int:
+        """Judgements at a time, with 0 resolved to this machine."""
+        return self.workers or len(os.sched_getaffinity(0))
+
+    @property
+    def interpreter(self) -> str:
+        """Path of the sandbox's interpreter. The base one, so that the judge's own packages are not in the sandbox."""
+        return self.python or getattr(sys, "_base_executable", None) or sys.executable

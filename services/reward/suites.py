@@ -1,0 +1,246 @@
+"""A test suite as the judge uses it: which names come from the candidate, and how each assert is evaluated and counted.
+
+Two forms. *Inline*: every assert is a plain expression over calls of the candidate, literals and a few pure builtins; the judge
+evaluates it itself, over values that the candidate's process sent. *Remote*: anything else (loops, helpers, try) runs in a second sandbox,
+without candidate code, where the candidate's names are proxies. In both, no test and no expected value reaches the candidate's process.
+Only the tests are parsed here, never a completion.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import math
+import symtable
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType
+from typing import Any
+
+from protocol.tasks import TestSuite
+
+_PURE: dict[str, Any] = {
+    function.__name__: function
+    for function in (
+        set,
+        frozenset,
+        sorted,
+        list,
+        tuple,
+        dict,
+        abs,
+        round,
+        len,
+        sum,
+        min,
+        max,
+        all,
+        any,
+        bool,
+        float,
+        type,
+    )
+}
+_PURE |= {"isinstance": isinstance, "str": str, "int": int, "bytes": bytes}
+_MATH = {
+    name: getattr(math, name) for name in ("isclose", "sqrt", "pi", "e", "inf", "nan", "isnan", "fabs", "floor", "ceil")
+}
+_NODES = (
+    ast.Expression, ast.Compare, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict,
+    ast.Subscript, ast.Slice, ast.Name, ast.Call, ast.keyword, ast.Attribute, ast.IfExp, ast.Load, ast.cmpop, ast.boolop,
+    ast.unaryop, ast.operator,
+)  # fmt: skip
+_GROWING = (
+    ast.Mult,
+    ast.Pow,
+    ast.LShift,
+    ast.Mod,
+)  # could turn a candidate's value into a huge one, so only over literals
+
+
+@dataclass(frozen=True)
+class CompiledSuite:
+    """``inline`` holds the code of each assert, or is ``None`` and ``source`` holds the instrumented tests."""
+
+    kind: str
+    entry_point: str
+    parameter: str  # under this name the asserts know the entry point (``candidate``, in ``check``)
+    names: tuple[str, ...]
+    num_asserts: int
+    inline: tuple[CodeType, ...] | None
+    source: str
+
+
+@lru_cache(maxsize=4096)
+def compile_suite(kind: str, entry_point: str, code: str) -> CompiledSuite:
+    """The suite, ready to run; the same object for the same text.
+
+    Raises:
+        ValueError: not Python, no assert, no call of the candidate, or no ``check`` function; says which.
+    """
+    entry_point = entry_point.strip()  # MBPP has one with a blank at its end
+    if not entry_point.isidentifier():
+        raise ValueError(f"The entry point {entry_point!r} is not a Python name.")
+    try:
+        tree = ast.parse(code)
+        table = symtable.symtable(code, "<tests>", "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"The tests are not valid Python: {error}.") from None
+    check = _find_check(tree) if kind == "check" else None
+    num_asserts = sum(isinstance(node, ast.Assert) for node in ast.walk(tree))
+    if not num_asserts:
+        raise ValueError("The tests hold no assert, so nothing would be tested.")
+    foreign = _foreign_names(table)
+    modules = _forgotten_imports(tree, foreign) - {entry_point}
+    names = (foreign - modules) | {entry_point}
+    called = names | ({check.args.args[0].arg} if check else set())
+    if not any(
+        isinstance(node, ast.Name) and node.id in called and isinstance(node.ctx, ast.Load) for node in ast.walk(tree)
+    ):
+        raise ValueError(f"The tests never use {entry_point!r}.")
+    inline = _inline(tree, check, names, imports_math="math" in modules)
+    source = "" if inline is not None else _instrumented(code, modules)
+    parameter = check.args.args[0].arg if check else entry_point
+    return CompiledSuite(kind, entry_point, parameter, tuple(sorted(names)), num_asserts, inline, source)
+
+
+def compiled(suite: TestSuite) -> CompiledSuite:
+    """``compile_suite`` of a task's suite."""
+    return compile_suite(suite.kind, suite.entry_point, suite.code)
+
+
+def inline_scope(suite: CompiledSuite, proxies: dict[str, Any]) -> dict[str, Any]:
+    """Globals for ``eval`` of the inline asserts: pure functions and the candidate's ``proxies`` by name."""
+    pure = {"__builtins__": {}, "math": _Math, "isclose": math.isclose, **_PURE}
+    return {**pure, **proxies, suite.parameter: proxies[suite.entry_point]}
+
+
+class _Math:
+    """The part of ``math`` that inline asserts may use."""
+
+
+for _name, _value in _MATH.items():
+    setattr(_Math, _name, _value if isinstance(_value, float) else staticmethod(_value))
+
+
+def _find_check(tree: ast.Module) -> ast.FunctionDef:
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
+    if not found or len(found[-1].args.args) != 1:
+        raise ValueError("A suite of kind 'check' must define check(candidate).")
+    return found[-1]
+
+
+def _foreign_names(table: symtable.SymbolTable) -> set[str]:
+    """Names that the tests use and neither define nor import: they are the candidate's."""
+    own = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    own |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_namespace()}
+    used: set[str] = set()
+    queue = [table]
+    while queue:
+        scope = queue.pop()
+        queue.extend(scope.get_children())
+        top = scope is table
+        used |= {s.get_name() for s in scope.get_symbols() if s.is_referenced() and (top or s.is_global())}
+    return {name for name in used - own if not hasattr(builtins, name)}
+
+
+def _forgotten_imports(tree: ast.Module, foreign: set[str]) -> set[str]:
+    """Standard modules that the tests use as ``math.x`` without an import, counting on the solution's (MBPP does)."""
+    bases = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    bare = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in bases}
+    return (foreign & sys.stdlib_module_names) - bare
+
+
+# --- inline ---
+
+
+def _inline(
+    tree: ast.Module, check: ast.FunctionDef | None, names: set[str], *, imports_math: bool
+) -> tuple[CodeType, ...] | None:
+    asserts: list[ast.Assert] = []
+    allowed = names | set(_PURE)
+    for node in tree.body:
+        if isinstance(node, ast.Import) and [(a.name, a.asname) for a in node.names] == [("math", None)]:
+            imports_math = True
+        elif isinstance(node, ast.ImportFrom) and node.module == "math" and [a.name for a in node.names] == ["isclose"]:
+            if node.names[0].asname:
+                return None
+            allowed.add("isclose")
+        elif node is check:
+            assert check is not None
+            allowed.add(check.args.args[0].arg)
+            inner = [part for part in check.body if not _is_filler(part)]
+            if check.decorator_list or not all(isinstance(part, ast.Assert) for part in inner):
+                return None
+            asserts += [part for part in inner if isinstance(part, ast.Assert)]
+        elif isinstance(node, ast.Assert) and check is None:
+            asserts.append(node)
+        elif not _is_filler(node):
+            return None
+    if not all(_is_plain(node.test, allowed, names | (allowed - set(_PURE)), imports_math) for node in asserts):
+        return None
+    return tuple(compile(ast.Expression(node.test), "<test>", "eval") for node in asserts)
+
+
+def _is_filler(node: ast.stmt) -> bool:
+    """Docstrings, ``pass`` and the METADATA literal of HumanEval."""
+    if isinstance(node, ast.Assign):
+        return [getattr(target, "id", "") for target in node.targets] == ["METADATA"]
+    return isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+
+
+def _is_plain(expression: ast.expr, allowed: set[str], foreign: set[str], imports_math: bool) -> bool:
+    for node in ast.walk(expression):
+        if not isinstance(node, _NODES):
+            return False
+        if isinstance(node, ast.Name) and node.id not in allowed and not (node.id == "math" and imports_math):
+            return False
+        if isinstance(node, ast.Attribute) and not (
+            isinstance(node.value, ast.Name) and node.value.id == "math" and imports_math and node.attr in _MATH
+        ):
+            return False
+        if isinstance(node, ast.Call) and not isinstance(node.func, ast.Name | ast.Attribute):
+            return False
+        if isinstance(node, ast.BinOp) and isinstance(node.op, _GROWING) and _names_in(node) & foreign:
+            return False
+    return True
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+# --- remote ---
+
+
+def _instrumented(code: str, modules: set[str]) -> str:
+    imports = "".join(f"import {name}\n" for name in sorted(modules))
+    return imports + ast.unparse(ast.fix_missing_locations(_Instrument().visit(ast.parse(code))))
+
+
+class _Instrument(ast.NodeTransformer):
+    """Each assert reports its end; one that fails does not stop the others. Inside ``try`` and ``with`` an assert still raises."""
+
+    def __init__(self) -> None:
+        self._guarded = 0
+
+    def _visit_guarded(self, node: ast.AST) -> ast.AST:
+        self._guarded += 1
+        self.generic_visit(node)
+        self._guarded -= 1
+        return node
+
+    visit_Try = visit_TryStar = visit_With = visit_AsyncWith = _visit_guarded
+
+    def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
+        done = _call("__forebay_ok__", [])
+        if self._guarded:
+            return [node, done]
+        failed = _call("__forebay_fail__", [ast.Name("__forebay_error__", ast.Load())])
+        handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), "__forebay_error__", [failed])
+        return [ast.Try([node], [handler], [done], [])]
+
+
+def _call(name: str, args: list[ast.expr]) -> ast.stmt:
+    return ast.Expr(ast.Call(ast.Name(name, ast.Load()), args, []))

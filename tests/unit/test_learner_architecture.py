@@ -1,0 +1,100 @@
+"""Model shapes from config.json, layouts that don't fit, checkpoints by name, and what config.py may not import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from services.learner.architecture import layout_violations, read_architecture
+from services.learner.checkpoints import latest_checkpoint, prune_checkpoints, step_folder
+from services.learner.config import ParallelConfig
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 99,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5000.0,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write(folder: Path, **changes) -> Path:
+    (folder / "config.json").write_text(json.dumps(LLAMA | changes))
+    return folder
+
+
+def test_a_config_of_transformers_4_and_of_5_give_the_same_shape(tmp_path: Path) -> None:
+    old = read_architecture(write(tmp_path))
+    nested = {"rope_theta": 5000.0, "rope_type": "default"}
+    new = read_architecture(
+        write(tmp_path, rope_theta=None, rope_parameters=nested, torch_dtype=None, dtype="bfloat16")
+    )
+    assert old == new
+    assert (old.head_dim, old.rope_theta, old.dtype, old.tied_embeddings) == (16, 5000.0, "bfloat16", False)
+    assert old.padded_vocab_size(1) == 104
+    assert old.padded_vocab_size(2) == 112
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gpt2"}, "llama, qwen2, qwen3"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "sliding-window"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+    ],
+)
+def test_what_the_learner_would_not_apply_is_refused(tmp_path: Path, changes: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_architecture(write(tmp_path, **changes))
+
+
+def test_a_missing_key_and_a_missing_file_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        read_architecture(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ConfigError, match="lacks the key 'num_attention_heads'"):
+        read_architecture(tmp_path)
+
+
+def test_a_layout_that_fits_has_no_violations_and_another_lists_all(tmp_path: Path) -> None:
+    arch = read_architecture(write(tmp_path))
+    assert layout_violations(arch, ParallelConfig(tensor=2, pipeline=2), 8) == []
+    found = "\n".join(layout_violations(arch, ParallelConfig(tensor=4, pipeline=3), 8))
+    for words in ("world size 8", "2 key-value heads", "4 layers"):
+        assert words in found
+    assert "needs parallel.tensor > 1" in layout_violations(arch, ParallelConfig(sequence=True), 1)[0]
+
+
+def test_the_latest_complete_checkpoint_is_found_and_old_ones_go(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path / "none") is None
+    for step in (5, 100, 20):
+        step_folder(tmp_path, step).mkdir()
+        (step_folder(tmp_path, step) / "checkpoint.json").write_text("{}")
+    step_folder(tmp_path, 300).mkdir()
+    (tmp_path / ".partial-step-00000400").mkdir()
+    assert latest_checkpoint(tmp_path) == step_folder(tmp_path, 100)
+    assert [path.name for path in prune_checkpoints(tmp_path, keep=2)] == ["step-00000005", ".partial-step-00000400"]
+    assert latest_checkpoint(tmp_path) == step_folder(tmp_path, 100)
+
+
+def test_config_and_architecture_import_neither_torch_nor_megatron_nor_transformers() -> None:
+    code = (
+        "import sys, services.learner.config, services.learner.architecture, services.learner.checkpoints;"
+        "print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
