@@ -51,7 +51,7 @@ class Learner:
         self.link = Link(run, checkpoint_step=self.step, node_id=node_id) if world.rank == 0 else None
         self.incarnation = world.share_int(self.link.welcome.tag.incarnation if self.link else 0)
         host = config.host or own_address_towards(run.address)
-        dtype = None if config.publish_dtype == "model" else getattr(torch, config.publish_dtype)
+        dtype = None if config.publish_dtype == "parameters" else getattr(torch, config.publish_dtype)
         self.sender = WeightSender(policy, host=host, timeout_s=run.sync_timeout_s, dtype=dtype)
         self.stores = world.gather_text(self.sender.address)
 

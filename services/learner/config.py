@@ -1,0 +1,90 @@
+"""Config of the learner: everything below its service loop. Imports neither torch nor Megatron."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from common.config import StrictModel
+
+Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class ParallelConfig(StrictModel):
+    """How one copy of the model is cut. Data-parallel size = world size / (tensor * pipeline)."""
+
+    tensor: int = Field(default=1, ge=1, description="ranks that share each matrix (Megatron tensor parallelism)")
+    pipeline: int = Field(default=1, ge=1, description="stages the layers are cut into (Megatron 1F1B schedule)")
+    sequence: bool = Field(
+        default=False,
+        description="Megatron sequence parallelism: norms run on 1/tensor of the tokens; needs tensor > 1",
+    )
+
+
+class OptimizerConfig(StrictModel):
+    """AdamW by Megatron, with the gradient clipped to a global norm before each step."""
+
+    lr: float = Field(default=1e-6, gt=0.0, description="learning rate after the warm-up, constant from there")
+    betas: tuple[Probability, Probability] = Field(default=(0.9, 0.999), description="decay of the two Adam moments")
+    eps: float = Field(default=1e-8, gt=0.0, description="added to the root of the second moment")
+    weight_decay: float = Field(default=0.0, ge=0.0, description="decoupled; not applied to biases and norms")
+    clip_grad_norm: float = Field(default=1.0, gt=0.0, description="largest global L2 norm of the gradient")
+    warmup_steps: int = Field(default=0, ge=0, description="steps over which lr rises linearly from lr / warmup_steps")
+    distributed: bool = Field(default=False, description="shard the optimizer state over data-parallel ranks (ZeRO-1)")
+
+
+class ObjectiveConfig(StrictModel):
+    """Advantages and the clipped objective."""
+
+    advantage: Literal["grpo", "dr_grpo"] = Field(default="grpo", description="see services/learner/advantages.py")
+    std_floor: float = Field(
+        default=1e-4, gt=0.0, description="in units of reward: GRPO divides by max(group std, std_floor)"
+    )
+    clip_low: float = Field(default=0.2, gt=0.0, lt=1.0, description="the ratio's gain is cut below 1 - clip_low")
+    clip_high: float = Field(default=0.28, gt=0.0, description="the ratio's gain is cut above 1 + clip_high (DAPO)")
+
+
+class LearnerConfig(StrictModel):
+    """The learner's section of the config file."""
+
+    policy: Literal["megatron", "fake"] = Field(
+        default="megatron", description="fake: no model, for tests of everything around it"
+    )
+    fake_step_s: float = Field(default=0.05, ge=0.0, description="seconds of one step of the fake policy")
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    max_tokens_per_microbatch: int = Field(
+        default=4096, ge=2, description="token budget of one packed micro-batch; also the longest prompt + completion"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="of weights and activations; bfloat16 has float32 masters, and is slow on CPUs without AMX",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where there is one")
+    num_threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="torch threads per rank; none: torch's choice. 1 where ranks or engines share the cores",
+    )
+    checkpoint_interval_steps: int = Field(default=20, ge=1, description="optimizer steps between checkpoints")
+    keep_checkpoints: int = Field(default=2, ge=1, description="older checkpoints are deleted")
+    logprob_gap_alarm: float | None = Field(
+        default=0.5,
+        gt=0.0,
+        description="nats per token: a step whose mean |trainer - engine| log-prob is above it is refused; none: never",
+    )
+    wait_timeout_s: float = Field(
+        default=600.0, gt=0.0, description="longest wait of one rank for another inside a collective operation"
+    )
+    deterministic: bool = Field(
+        default=False, description="torch's deterministic algorithms: equal runs give equal bits, where they cost speed"
+    )
+    publish_dtype: Literal["parameters", "float32", "bfloat16"] = Field(
+        default="parameters", description="of the weights on their way to the engines; parameters: as they are trained"
+    )
+    host: str = Field(
+        default="",
+        description="address of this machine for the engines; empty: that of the interface towards the coordinator",
+    )

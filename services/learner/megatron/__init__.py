@@ -1,0 +1,1 @@
+"""The learner's Megatron side: the only place that imports megatron."""

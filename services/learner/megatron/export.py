@@ -1,0 +1,88 @@
+"""The policy as a Hugging Face model folder, in the dtype of the model it started from."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from services.learner.architecture import Architecture
+from services.learner.megatron.hf_names import TIED_HEAD, hf_shape, iter_hf_tensors, stage_entries
+from services.learner.megatron.model import BuiltModel
+
+# Bytes of weights per file, and so the most that one rank holds beside its model.
+SHARD_BYTES = 4 << 30
+# Files of the source folder that hold weights, or say where they are; all others (config, tokenizer, template) are copied.
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".index.json")
+
+
+def export_hf(target: Path, source: Path, model: BuiltModel, *, shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes the folder ``target`` aside and renames it; an earlier one is replaced. Collective over the world.
+
+    Each pipeline stage writes its own layers, shard by shard. ``source``: the folder the policy was loaded from.
+    """
+    partial = target.with_name(f".partial-{target.name}")
+    files = plan_files(model.arch, model.ranks.pipeline_size, shard_bytes)
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    _write_stage(partial, files, model)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        _write_rest(partial, source, files, model.arch)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+    dist.barrier()
+
+
+def plan_files(arch: Architecture, num_stages: int, shard_bytes: int) -> dict[str, str]:
+    """HF name -> file name, over all stages, in the order of writing; ``model.safetensors`` alone where one file holds all."""
+    width = getattr(torch, arch.dtype).itemsize
+    files: dict[str, str] = {}
+    for stage in range(num_stages):
+        used, shard = 0, 0
+        for entry in stage_entries(arch, stage, num_stages):
+            for name in entry.hf if entry is not TIED_HEAD else ():
+                size = math.prod(hf_shape(arch, name)) * width
+                if used and used + size > shard_bytes:
+                    used, shard = 0, shard + 1
+                used += size
+                files[name] = f"model-stage{stage:03d}-{shard:04d}.safetensors"
+    if len(set(files.values())) == 1:
+        return dict.fromkeys(files, "model.safetensors")
+    return files
+
+
+def _write_stage(folder: Path, files: dict[str, str], model: BuiltModel) -> None:
+    writes = model.ranks.tensor == 0 and model.ranks.data == 0
+    if model.ranks.data != 0:
+        return
+    pending: dict[str, Tensor] = {}
+    current = ""
+    for name, tensor in iter_hf_tensors(model, getattr(torch, model.arch.dtype)):
+        if pending and files[name] != current:
+            save_file(pending, folder / current, metadata={"format": "pt"})
+            pending = {}
+        current = files[name]
+        if writes:
+            pending[name] = tensor.cpu().contiguous()
+    if pending:
+        save_file(pending, folder / current, metadata={"format": "pt"})
+
+
+def _write_rest(folder: Path, source: Path, files: dict[str, str], arch: Architecture) -> None:
+    if len(set(files.values())) > 1:
+        width = getattr(torch, arch.dtype).itemsize
+        total = sum(math.prod(hf_shape(arch, name)) * width for name in files)
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):
+            shutil.copyfile(file, folder / file.name)

@@ -1,0 +1,256 @@
+"""From a config and a model's shape to a Megatron model in its process groups: world, GPTModel, DDP, optimizer."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from common.errors import ConfigError, InvariantError
+from services.learner.architecture import Architecture, layout_violations
+from services.learner.config import LearnerConfig
+from services.learner.megatron import device_map
+from services.learner.megatron.mcore import (
+    ColumnParallelLinear,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    Float16Module,
+    GPTModel,
+    MegatronOptimizerConfig,
+    RowParallelLinear,
+    TransformerConfig,
+    VocabParallelEmbedding,
+    finalize_model_grads,
+    get_megatron_optimizer,
+    model_parallel_cuda_manual_seed,
+    parallel_state,
+    set_tensor_model_parallel_attributes,
+)
+from services.learner.megatron.spec import block_spec
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands in the layout."""
+
+    tensor: int
+    tensor_size: int
+    pipeline: int
+    pipeline_size: int
+    data: int
+    data_size: int
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.pipeline == self.pipeline_size - 1
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """One rank's part of the policy. ``gpt`` is the bare model inside ``ddp``; they share their parameters."""
+
+    arch: Architecture
+    config: TransformerConfig
+    gpt: GPTModel
+    ddp: DistributedDataParallel
+    ranks: Ranks
+    device: torch.device
+
+
+def choose_device(wanted: str) -> torch.device:
+    """``auto`` is cuda where there is one.
+
+    Raises:
+        ConfigError: cuda is asked for and there is none.
+    """
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("learner.device = 'cuda', but torch sees no GPU on this machine. Set it to 'auto' or 'cpu'.")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def init_world(config: LearnerConfig, arch: Architecture, device: torch.device, *, seed: int) -> Ranks:
+    """Joins the torchrun world (or makes a world of one) and cuts it into Megatron's groups. Again is a check, not a new world.
+
+    Raises:
+        ConfigError: the layout doesn't fit the world or the model; lists all that is wrong.
+        InvariantError: this process already has a world of another layout.
+    """
+    parallel = config.parallel
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if violations := layout_violations(arch, parallel, world_size):
+        raise ConfigError("The learner's parallel layout does not fit:\n" + "\n".join(f"  {v}" for v in violations))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        device_map.install()
+    timeout = timedelta(seconds=config.wait_timeout_s)
+    if not dist.is_initialized():
+        _join(device, timeout)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            distributed_timeout_minutes=math.ceil(config.wait_timeout_s / 60),
+            create_gloo_process_groups=False,
+        )
+    ranks = current_ranks()
+    if (ranks.tensor_size, ranks.pipeline_size) != (parallel.tensor, parallel.pipeline):
+        raise InvariantError(f"This process has a Megatron world of {ranks}; the config asks for {parallel}.")
+    torch.manual_seed(seed)
+    if device.type == "cuda":
+        model_parallel_cuda_manual_seed(seed)
+    return ranks
+
+
+def _join(device: torch.device, timeout: timedelta) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def leave_world() -> None:
+    """Ends Megatron's groups and the process group, where they are."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def current_ranks() -> Ranks:
+    """This process's place in Megatron's groups."""
+    return Ranks(
+        tensor=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        data=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+    )
+
+
+def build_model(
+    config: LearnerConfig, arch: Architecture, ranks: Ranks, device: torch.device, *, deterministic: bool
+) -> BuiltModel:
+    """This rank's layers with uninitialized weights: load them next, and make the optimizer after that."""
+    megatron_config = transformer_config(config, arch, device, deterministic=deterministic)
+    gpt = GPTModel(
+        config=megatron_config,
+        transformer_layer_spec=block_spec(megatron_config),
+        vocab_size=arch.padded_vocab_size(ranks.tensor_size),
+        max_sequence_length=arch.max_positions,
+        pre_process=ranks.pipeline == 0,
+        post_process=ranks.is_last_stage,
+        share_embeddings_and_output_weights=arch.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=arch.rope_theta,
+        rope_scaling=arch.rope_scaling_factor is not None,
+        rope_scaling_factor=arch.rope_scaling_factor or 1.0,
+    ).to(device)
+    _mark_tensor_parallel(gpt)
+    ddp = DistributedDataParallel(
+        config=megatron_config,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=config.optimizer.distributed
+        ),
+        module=Float16Module(megatron_config, gpt) if megatron_config.bf16 else gpt,
+    )
+    megatron_config.no_sync_func = ddp.no_sync
+    return BuiltModel(arch=arch, config=megatron_config, gpt=gpt, ddp=ddp, ranks=ranks, device=device)
+
+
+def _mark_tensor_parallel(gpt: GPTModel) -> None:
+    """Marks the weights that are cut over the tensor ranks.
+
+    Megatron does so only while it initializes weights at random, which we leave out; unmarked, it takes them for copies and
+    counts only the first tensor rank's part in the gradient norm.
+    """
+    axes = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
+    for module in gpt.modules():
+        axis = next((axis for kind, axis in axes.items() if isinstance(module, kind)), None)
+        weight = getattr(module, "weight", None)
+        if axis is not None and weight is not None and not hasattr(weight, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=axis, stride=1)
+
+
+def transformer_config(
+    config: LearnerConfig, arch: Architecture, device: torch.device, *, deterministic: bool
+) -> TransformerConfig:
+    """Megatron's config of the model. Fusions that need Apex, or torch.compile on CPU, are off."""
+    dtype = getattr(torch, config.dtype)
+    with warnings.catch_warnings():
+        # 0.16's own default of an option we don't use (CUDA graphs) is one that it warns about.
+        warnings.filterwarnings("ignore", message="full scope is deprecated")
+        return TransformerConfig(
+            num_layers=arch.num_layers,
+            hidden_size=arch.hidden_size,
+            ffn_hidden_size=arch.ffn_size,
+            num_attention_heads=arch.num_heads,
+            num_query_groups=arch.num_kv_heads,
+            kv_channels=arch.head_dim,
+            normalization="RMSNorm",
+            layernorm_epsilon=arch.norm_eps,
+            qk_layernorm=arch.qk_norm,
+            add_bias_linear=False,
+            add_qkv_bias=arch.qkv_bias,
+            gated_linear_unit=True,
+            activation_func=F.silu,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            tensor_model_parallel_size=config.parallel.tensor,
+            pipeline_model_parallel_size=config.parallel.pipeline,
+            sequence_parallel=config.parallel.sequence,
+            # Micro-batches differ in size; the stages tell each other how long the next one is.
+            variable_seq_lengths=config.parallel.pipeline > 1,
+            # Unused by a dense model, but the default one is refused together with variable_seq_lengths.
+            moe_token_dispatcher_type="alltoall",
+            params_dtype=dtype,
+            pipeline_dtype=dtype,
+            bf16=dtype is torch.bfloat16,
+            # The loss is a sum over tokens; Megatron divides the added gradients by the global number of loss tokens.
+            calculate_per_token_loss=True,
+            finalize_model_grads_func=finalize_model_grads,
+            perform_initialization=False,
+            use_cpu_initialization=device.type == "cpu",
+            deterministic_mode=deterministic,
+            gradient_accumulation_fusion=False,
+            bias_activation_fusion=False,
+            bias_dropout_fusion=False,
+            masked_softmax_fusion=False,
+            persist_layer_norm=False,
+            apply_rope_fusion=False,
+        )
+
+
+# Without no_grad the distributed optimizer's float32 shards are slices with a history, and torch warns at each step.
+@torch.no_grad()
+def build_optimizer(config: LearnerConfig, model: BuiltModel) -> Any:
+    """AdamW over the loaded weights (with bfloat16 it copies them to its float32 masters here)."""
+    section = config.optimizer
+    return get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=section.lr,
+            weight_decay=section.weight_decay,
+            adam_beta1=section.betas[0],
+            adam_beta2=section.betas[1],
+            adam_eps=section.eps,
+            clip_grad=section.clip_grad_norm,
+            bf16=model.config.bf16,
+            params_dtype=model.config.params_dtype,
+            use_distributed_optimizer=section.distributed,
+        ),
+        [model.ddp],
+        use_gloo_process_groups=False,
+    )

@@ -1,0 +1,67 @@
+"""One rank of a learner world, started by torchrun from test_megatron_world.py. Writes what it saw as JSON.
+
+python -m torch.distributed.run --standalone --nproc-per-node 2 megatron_world.py MODEL OUT '{"parallel": {"tensor": 2}}'
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from services.learner.config import LearnerConfig
+from services.learner.megatron.model import leave_world
+from services.learner.megatron.policy import MegatronPolicy
+from services.learner.packing import TrainSample
+
+
+def make_samples(vocab_size: int, num_samples: int = 12, seed: int = 0) -> list[TrainSample]:
+    """Samples of different lengths whose behaviour log-probs are near those of a small random model."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for _ in range(num_samples):
+        num_prompt, num_completion = int(rng.integers(1, 12)), int(rng.integers(1, 20))
+        samples.append(
+            TrainSample(
+                prompt_ids=rng.integers(0, vocab_size, num_prompt).astype(np.int32),
+                completion_ids=rng.integers(0, vocab_size, num_completion).astype(np.int32),
+                logprobs=(-np.log(vocab_size) + rng.normal(0, 0.1, num_completion)).astype(np.float32),
+                advantage=float(rng.normal()),
+            )
+        )
+    return samples
+
+
+def train(model: Path, out: Path, overrides: dict, *, num_steps: int = 3) -> dict:
+    """Log-probs, ``num_steps`` steps, a checkpoint, one more step, back to the checkpoint, that step again, an export."""
+    config = LearnerConfig.model_validate({"max_tokens_per_microbatch": 48, **overrides})
+    policy = MegatronPolicy(config, model, seed=0, deterministic=True)
+    samples = make_samples(policy.model.arch.vocab_size)
+    seen: dict = {"logprobs": [part.tolist() for part in policy.logprobs(samples)]}
+    seen["steps"] = [dataclasses.asdict(policy.train_step(samples, total_steps_done=i)) for i in range(num_steps)]
+    folder = policy.save_checkpoint(out / "checkpoints", num_steps, {"note": "as saved"})
+    seen["after"] = dataclasses.asdict(policy.train_step(samples, total_steps_done=num_steps))
+    step, extra = policy.load_checkpoint(folder)
+    assert (step, extra) == (num_steps, {"note": "as saved"})
+    seen["again"] = dataclasses.asdict(policy.train_step(samples, total_steps_done=num_steps))
+    sent = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in policy.iter_hf_tensors()]
+    assert sent == policy.plan_hf_tensors()
+    policy.export_hf(out / "export")
+    seen["sent"] = [name for name, _, _ in sent]
+    seen["place"] = [policy.stage, policy.is_sender]
+    return seen
+
+
+def main() -> None:
+    model, out, overrides = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+    seen = train(model, out, overrides)
+    (out / f"rank{os.environ['RANK']}.json").write_text(json.dumps(seen))
+    leave_world()
+
+
+if __name__ == "__main__":
+    main()
