@@ -171,7 +171,6 @@ class VllmEngine:
         init = {
             "stores": plan.stores,
             "group_key": plan.group_key,
-            "sync_id": plan.sync_id,
             "first_rank": member.first_rank,
             "world_size": plan.world_size,
             "timeout_s": plan.timeout_s,
@@ -203,7 +202,9 @@ class VllmEngine:
     async def close(self) -> None:
         """Stop vLLM's processes."""
         if self._llm is not None:
-            await asyncio.to_thread(self._llm.shutdown)
+            llm, self._llm = self._llm, None
+            await asyncio.to_thread(llm.shutdown)
+            await asyncio.sleep(0)  # vLLM's output task sees the end of its engine and ends, too
 
 
 def _completion(sample_index: int, prompt_ids: list[int], output: CompletionOutput) -> Completion:

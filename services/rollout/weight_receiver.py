@@ -26,7 +26,6 @@ class ReceiverInit(WeightTransferInitInfo):
 
     stores: list[str]
     group_key: str
-    sync_id: int
     first_rank: int
     world_size: int
     timeout_s: float
@@ -56,7 +55,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         rank = init_info.first_rank + self.parallel_config.rank
         for address in init_info.stores:
             store = weights.group_store(
-                weights.connect_store(address, timeout_s=init_info.timeout_s), init_info.group_key, init_info.sync_id
+                weights.connect_store(address, timeout_s=init_info.timeout_s), init_info.group_key
             )
             self._groups.append(
                 weights.BroadcastGroup(
@@ -85,9 +84,25 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         self.model.load_weights(iter(self._staged))
         finalize_layerwise_reload(self.model, self.model_config)
         self._staged = []
+        _repack_tied_head(self.model)
 
     def shutdown(self) -> None:
         """Close all groups."""
         for group in self._groups:
             group.close()
         self._groups = []
+
+
+def _repack_tied_head(model: torch.nn.Module) -> None:
+    """Bring vLLM's packed copy of a tied output layer up to date.
+
+    On CPU vLLM packs the output layer's weight for its matmul. With tied embeddings no tensor of that name ever arrives, so
+    the reload leaves the packed copy as it was, and tokens would be sampled with the old output layer. Elsewhere a no-op.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    modules = list(model.modules())
+    embedded = {m.weight.data_ptr() for m in modules if type(m) is VocabParallelEmbedding and hasattr(m, "weight")}
+    for module in modules:
+        if isinstance(module, ParallelLMHead) and module.weight.data_ptr() in embedded:
+            module.quant_method.process_weights_after_loading(module)

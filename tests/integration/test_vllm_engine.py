@@ -1,0 +1,207 @@
+"""Real vLLM behind the Engine protocol: log-probs, version segments, weight updates in flight, and updates that fail.
+
+One engine serves the whole file: starting one takes tens of seconds on two cores.
+"""
+
+import asyncio
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+
+from protocol import messages as m
+from protocol import weights
+from protocol.config import RunConfig
+from services.rollout.config import RolloutConfig
+from services.rollout.engine import PromptTooLong
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's and transformers' own; ours are tested everywhere else
+]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    """A random Llama with *tied* embeddings (the case where a reload can miss the output layer), and a byte tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("model")
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|im_start|>", "<|im_end|>"]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    fast.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+    fast.save_pretrained(path)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=words.index("<|im_end|>"),
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+class Sender:
+    """The learner's side of an update, for one engine."""
+
+    def __init__(self, model_dir):
+        from transformers import LlamaForCausalLM
+
+        self.model = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        self.store, self.address = weights.serve_store("127.0.0.1", timeout_s=60)
+        self.group = None
+        self.num_syncs = 0
+        self.num_groups = 0
+
+    def plan(self, version):
+        self.num_syncs += 1
+        member = m.SyncMember(node_id="a", first_rank=1, num_workers=1)
+        tag = m.VersionTag(version=version)
+        return m.SyncPlan(
+            sync_id=self.num_syncs,
+            tag=tag,
+            stores=[self.address],
+            members=[member],
+            world_size=2,
+            group_key=f"group-{self.num_groups}",
+            timeout_s=60,
+        )
+
+    async def join(self, engine, plan):
+        joining = asyncio.create_task(engine.form_groups(plan, plan.members[0]))
+        if self.group is None:
+            store = weights.group_store(self.store, plan.group_key)
+            cpu = torch.device("cpu")
+            self.group = await asyncio.to_thread(
+                lambda: weights.BroadcastGroup(store, rank=0, world_size=2, device=cpu, timeout_s=60)
+            )
+        await joining
+
+    def change(self, seed):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter += 0.05 * torch.randn_like(parameter)
+
+    def send(self):
+        tensors = [(n, t) for n, t in self.model.state_dict().items() if n != "lm_head.weight"]
+        specs = [weights.TensorSpec(n, "float32", tuple(t.shape)) for n, t in tensors]
+        return weights.send_weights(self.group, specs, tensors, bucket_bytes=1 << 18)
+
+    async def update(self, engine, version):
+        plan = self.plan(version)
+        await self.join(engine, plan)
+        sending = asyncio.create_task(asyncio.to_thread(self.send))
+        pause_s = await engine.update_weights(plan)
+        assert await sending > 0
+        return pause_s
+
+
+@pytest.fixture(scope="module")
+def sender(model_dir):
+    return Sender(model_dir)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(model_dir):
+    from services.rollout.vllm_engine import VllmEngine
+
+    run = RunConfig(id="t", model=model_dir, max_prompt_tokens=64, max_completion_tokens=200)
+    engine = VllmEngine(run, RolloutConfig(dtype="float32", num_threads=1, max_num_seqs=16))
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+async def sample(engine, num_tokens, num_samples=4, prompt="hello", temperature=1.0):
+    sampling = m.Sampling(max_tokens=num_tokens, temperature=temperature)
+    return [c async for c in engine.generate(prompt, range(num_samples), sampling, 0)]
+
+
+def reference_logprobs(model, completion, temperature=1.0):
+    ids = np.concatenate([completion.prompt_ids, completion.completion_ids])
+    with torch.no_grad():
+        logits = model(torch.from_numpy(ids).long()[None]).logits[0]
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    start = len(completion.prompt_ids)
+    return np.array([logprobs[start + i - 1, token].item() for i, token in enumerate(completion.completion_ids)])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_logprobs_are_those_of_the_sampled_tokens_at_the_temperature(engine, sender, temperature):
+    for completion in await sample(engine, 30, temperature=temperature):
+        assert [(s.version, s.num_tokens) for s in completion.segments] == [(0, len(completion.completion_ids))]
+        expected = reference_logprobs(sender.model, completion, temperature)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+async def test_ids_are_those_of_the_chat_template_and_are_never_encoded_again(engine):
+    (completion,) = await sample(engine, 5, num_samples=1, prompt="añ")
+    assert completion.prompt_ids.tolist() == engine.render("añ")
+
+
+async def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_generated(engine):
+    before = engine.generated_tokens()
+    with pytest.raises(PromptTooLong, match="max_prompt_tokens"):
+        await sample(engine, 5, prompt="x" * 100)
+    assert engine.generated_tokens() == before
+
+
+async def test_new_weights_are_used_while_requests_are_in_flight(engine, sender):
+    sender.change(seed=1)
+    in_flight = asyncio.create_task(sample(engine, 180, num_samples=8))
+    while engine.generated_tokens() < 300:  # until the requests are well under way
+        await asyncio.sleep(0.01)
+    await sender.update(engine, 1)
+    crossed = [c for c in await in_flight if len(c.segments) == 2]
+    assert crossed, "no request was in flight over the update"
+    for completion in crossed:
+        assert [s.version for s in completion.segments] == [0, 1]
+        assert sum(s.num_tokens for s in completion.segments) == len(completion.completion_ids)
+        # Tokens of the second segment are those of the new weights, given all that came before.
+        second = completion.segments[1].num_tokens
+        expected = reference_logprobs(sender.model, completion)
+        np.testing.assert_allclose(completion.logprobs[-second:], expected[-second:], atol=1e-3)
+    for completion in await sample(engine, 30):
+        assert [s.version for s in completion.segments] == [1]
+        np.testing.assert_allclose(completion.logprobs, reference_logprobs(sender.model, completion), atol=1e-4)
+
+
+async def test_a_failed_update_leaves_the_old_weights_serving(engine, sender):
+    before = sender.model.state_dict()
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    plan = sender.plan(2)
+    await sender.join(engine, plan)
+    update = asyncio.create_task(engine.update_weights(plan))
+    await asyncio.sleep(0.3)
+    sender.group.close()  # the learner dies in the middle
+    sender.group, sender.num_groups = None, 1
+    with pytest.raises(Exception, match="Connection closed"):
+        await update
+    assert engine.holds.version == 1
+    sender.model.load_state_dict(before)
+    for completion in await sample(engine, 20):
+        assert [s.version for s in completion.segments] == [1]
+        np.testing.assert_allclose(completion.logprobs, reference_logprobs(sender.model, completion), atol=1e-4)
+    await engine.leave_groups()
+    sender.change(seed=2)
+    await sender.update(engine, 2)
+    for completion in await sample(engine, 20):
+        np.testing.assert_allclose(completion.logprobs, reference_logprobs(sender.model, completion), atol=1e-4)
