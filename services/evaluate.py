@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +18,9 @@ from services.config import Config
 from services.reward.judge import Judge
 from services.rollout.service import make_engine
 
+# A person reads this command's output: the engine's processes say only what went wrong.
+_QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
+
 
 def main(config: Config, models: list[Path], tasks_path: Path, *, num_samples: int) -> int:
     """Print one row a model: mean reward (pass@1 over ``num_samples`` completions a task) and tasks solved at least once.
@@ -30,6 +34,8 @@ def main(config: Config, models: list[Path], tasks_path: Path, *, num_samples: i
     for model in models:
         if not (model / "config.json").is_file():
             raise ConfigError(f"No Hugging Face checkpoint at {model.resolve()}: config.json is missing.")
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
     table = Table(
         title=f"{len(tasks)} tasks of {tasks_path}, {num_samples} completions each at temperature {config.run.temperature:g}"
     )
@@ -37,6 +43,7 @@ def main(config: Config, models: list[Path], tasks_path: Path, *, num_samples: i
     table.add_column("pass@1", justify="right")
     table.add_column("solved at least once", justify="right")
     for model in models:
+        print(f"{model}: loading it, then {len(tasks) * num_samples} completions", flush=True)
         rewards = asyncio.run(_evaluate(config, model, tasks, num_samples))
         solved = sum(max(group) == 1.0 for group in rewards)
         table.add_row(str(model), f"{fmean(fmean(group) for group in rewards):.3f}", f"{solved}/{len(tasks)}")

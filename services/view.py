@@ -158,17 +158,28 @@ def _outcome(summary: Status, log_dir: str) -> RenderableType:
     return table
 
 
+_LEDGER_ROWS = {
+    "generated": "by the engines' own count",
+    "trained": "in a committed step",
+    "buffered": "in groups that wait for a step",
+    "in_flight": "in engines, not yet delivered",
+    "filtered": "groups without signal that were refilled",
+    "failed": "of groups or samples that were given up",
+    "duplicate": "second results of a sample",
+    "lost": "in flight in a node when it left",
+}
+
+
 def _ledger(summary: Status) -> RenderableType:
     ledger = summary["ledger"]
-    table = Table(title="Ledger: completion tokens", title_justify="left")
-    names = ("generated", "trained", "buffered", "in_flight", "filtered", "failed", "duplicate", "lost")
-    for name in names:
-        table.add_column(name.replace("_", " "), justify="right")
-    table.add_row(*(f"{ledger[name]:,}" for name in names))
-    rest = ledger["generated"] - sum(ledger[name] for name in names[1:])
-    table.caption = (
-        "closes: every generated token is accounted for" if rest == 0 else f"DOES NOT CLOSE: {rest:,} unaccounted for"
-    )
+    table = Table(title="Ledger: completion tokens", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    for name, meaning in _LEDGER_ROWS.items():
+        table.add_row(name.replace("_", " "), f"{ledger[name]:,}", meaning, end_section=name == "generated")
+    rest = ledger["generated"] - sum(ledger[name] for name in _LEDGER_ROWS if name != "generated")
+    table.caption = "closes: every generated token is accounted for" if rest == 0 else f"DOES NOT CLOSE: {rest:,} unaccounted for"
     return table
 
 
