@@ -42,6 +42,21 @@ class StopSignal:
         self.signum = signum
         self.event.set()
 
+    async def interrupts(self, work: Coroutine[Any, Any, Any]) -> bool:
+        """Await ``work``, and cancel it if a signal comes first: then True."""
+        task = asyncio.create_task(work)
+        stopped = asyncio.create_task(self.event.wait())
+        try:
+            await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+                return False
+            return True
+        finally:
+            for each in (task, stopped):
+                each.cancel()
+            await asyncio.gather(task, stopped, return_exceptions=True)
+
     @property
     def exit_code(self) -> int:
         """0 when no signal came, else 128 + its number."""

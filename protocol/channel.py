@@ -9,9 +9,11 @@ open request for each finished sample of them; ZeroMQ's own queues have a high-w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import socket
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +30,7 @@ from protocol.messages import Goodbye, Heartbeat, HeartbeatAck, Hello, Message, 
 log = structlog.get_logger()
 
 HIGH_WATER_MARK = 10_000  # messages for one peer
+HELLO_AGAIN_S = 5.0  # a hello or its answer may be lost with a coordinator that dies
 
 
 def is_loopback(address: str) -> bool:
@@ -107,6 +110,7 @@ class CoordinatorSocket:
 class _Pending:
     future: asyncio.Future[Received]
     frames: list[bytes | memoryview]
+    sent_at: float
 
 
 class NodeChannel:
@@ -132,7 +136,7 @@ class NodeChannel:
         self._pending: dict[int, _Pending] = {}
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, f"{node_id}#{os.getpid()}".encode())
+        self._socket.setsockopt(zmq.IDENTITY, f"{node_id}#{uuid.uuid4().hex}".encode())
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
@@ -174,7 +178,7 @@ class NodeChannel:
         seq = next(self._seq)
         frames = encode(message, run_id=self.run_id, seq=seq, arrays=arrays)
         future: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
-        self._pending[seq] = _Pending(future, frames)
+        self._pending[seq] = _Pending(future, frames, asyncio.get_running_loop().time())
         try:
             await self._socket.send_multipart(frames, copy=False)
             received = await future
@@ -212,9 +216,13 @@ class NodeChannel:
             run_uid=self.welcome.run_uid if self.welcome else "",
             **self.hello_fields(),
         )
-        received = await self.request(hello)
-        assert isinstance(received.message, Welcome)
-        self.welcome = received.message
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HELLO_AGAIN_S):
+                    received = await self.request(hello)
+                assert isinstance(received.message, Welcome)
+                self.welcome = received.message
+                return
 
     def _heartbeat(self) -> Heartbeat:
         now = asyncio.get_running_loop().time()
@@ -234,6 +242,7 @@ class NodeChannel:
         loop = asyncio.get_running_loop()
         while not self.failed.done():
             await self.beat_now()
+            await self._send_again(older_than_s=self.welcome.node_timeout_s)
             due = loop.time() + self.welcome.heartbeat_interval_s
             await asyncio.sleep(self.welcome.heartbeat_interval_s)
             self._loop_lag_ms = max(0.0, (loop.time() - due) * 1000)
@@ -245,6 +254,15 @@ class NodeChannel:
                     )
                 )
 
+    async def _send_again(self, *, older_than_s: float) -> int:
+        """Requests whose answer is late, or that went to a coordinator before this one. Returns how many."""
+        now = asyncio.get_running_loop().time()
+        late = [pending for pending in self._pending.values() if now - pending.sent_at >= older_than_s]
+        for pending in late:
+            pending.sent_at = now
+            await self._socket.send_multipart(pending.frames, copy=False)
+        return len(late)
+
     def _fail(self, error: Exception) -> None:
         """The line is of no use any more: every open request, and ``failed``, raise ``error``."""
         for pending in self._pending.values():
@@ -252,6 +270,7 @@ class NodeChannel:
                 pending.future.set_exception(error)
         if not self.failed.done():
             self.failed.set_exception(error)
+            self.failed.exception()  # who awaits it gets it; without anybody, asyncio must not print its trace at exit
 
     async def _receive(self) -> None:
         try:
@@ -278,11 +297,9 @@ class NodeChannel:
             return
         self._rejoining = True
         try:
-            open_requests = [pending.frames for pending in self._pending.values()]
             await self._hello()
-            for frames in open_requests:
-                await self._socket.send_multipart(frames, copy=False)
-            log.info("rejoined", resent=len(open_requests))
+            num_requests = await self._send_again(older_than_s=0)
+            log.info("rejoined", resent=num_requests)
         except PeerError as error:
             self._fail(error)
         finally:

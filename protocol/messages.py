@@ -328,8 +328,8 @@ class SyncMember(BaseModel):
 class SyncPlan(Message):
     """Coordinator -> learner and rollout nodes: who takes part. Both sides form (or keep) the groups, then say ``SyncReady``.
 
-    ``group_key`` names the membership: equal keys may keep their process groups. In each sender's group the sender is
-    rank 0 and the receivers follow; ``world_size`` counts both.
+    ``group_key`` names the process groups, one in each sender's store: who is in the group of that name keeps it, and others
+    form it. In each sender's group the sender is rank 0 and the receivers follow; ``world_size`` counts both.
     """
 
     kind: ClassVar[str] = "sync_plan"

@@ -12,6 +12,8 @@ The plan is made on CPU from names, dtypes and shapes alone. On the wire, for ea
 
 from __future__ import annotations
 
+import threading
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -76,6 +78,8 @@ def decode_manifest(data: bytes) -> list[list[TensorSpec]]:
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ProtocolError(f"The weight manifest is malformed: {error}.") from None
     for spec in (spec for bucket in buckets for spec in bucket):
+        if min(spec.shape, default=0) < 0:
+            raise ProtocolError(f"The weight manifest has {spec.name} with shape {spec.shape}.")
         if spec.dtype not in DTYPE_BYTES:
             raise ProtocolError(
                 f"The weight manifest has {spec.name} as {spec.dtype}; only {sorted(DTYPE_BYTES)} travel."
@@ -86,34 +90,78 @@ def decode_manifest(data: bytes) -> list[list[TensorSpec]]:
 class BroadcastGroup:
     """One sender's process group, outside torch's default one: rank 0 sends, the others receive.
 
-    NCCL on CUDA tensors, gloo on CPU tensors. ``close`` also interrupts peers that sit in a broadcast with this process.
+    NCCL on CUDA tensors, gloo on CPU tensors. Neither can be relied on to end a wait for a peer that is frozen or gone, so all
+    waits here look at the group's store too, and ``abort_group`` ends them on every rank. A group that was aborted or that
+    failed is of no use any more: close it and form another, under another key.
     """
 
     def __init__(self, store: Any, *, rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
-        """Rendezvous with the other ranks through ``store``, within ``timeout_s``."""
+        """Rendezvous with the other ranks through ``store``, which is ``group_store``'s, within ``timeout_s``.
+
+        Raises:
+            RuntimeError: a rank did not come, or the group was aborted.
+        """
         import torch.distributed as dist
 
         timeout = timedelta(seconds=timeout_s)
         self.device = device
+        self._store = store
+        self._in_flight: Any = None
+        store.set(f"here/{rank}", "")
+        deadline = time.monotonic() + timeout_s
+        for other in range(world_size):  # torch's own rendezvous can't be interrupted, but is quick when all are here
+            while not store.check([f"here/{other}"]):
+                self._check_aborted()
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"rank {other} of {world_size} did not come within {timeout_s:g} s")
+                time.sleep(0.02)
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            self._group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+            self._group: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
         else:
             self._group = dist.ProcessGroupGloo(store, rank, world_size, timeout)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Fill ``tensor`` on all ranks with rank 0's; returns when it is usable."""
+        """Fill ``tensor`` on all ranks with rank 0's; returns when it is usable.
+
+        Raises:
+            RuntimeError: a rank is gone, or the group was aborted.
+        """
         import torch.distributed as dist
 
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        self._group.broadcast([tensor], options).wait()
+        if self._group is None:
+            raise RuntimeError("the group was closed")
+        self._in_flight = work = self._group.broadcast([tensor], options)
+        num_looks = 0
+        while not work.is_completed():
+            num_looks += 1
+            if num_looks % 50 == 0:
+                self._check_aborted()
+            time.sleep(min(1e-5 * num_looks, 2e-3))
+        work.wait()  # raises what went wrong; on CUDA the current stream waits for the data
+
+    def _check_aborted(self) -> None:
+        if self._store.check(["aborted"]):
+            raise RuntimeError(f"the update was called off: {self._store.get('aborted').decode()}")
 
     def close(self) -> None:
-        """Leave the group and close its connections."""
-        self._group.shutdown() if hasattr(self._group, "shutdown") else None
-        del self._group
+        """Leave the group; safe to call twice. Peers that sit in a broadcast with this process lose the connection."""
+        group, work, self._group, self._in_flight = self._group, self._in_flight, None, None
+        if group is None:
+            return
+        if self.device.type == "cuda":
+            group.abort()
+        elif work is not None and not work.is_completed():
+            # gloo's destructor waits for the broadcast with the interpreter's lock held: not before it has ended by itself
+            threading.Thread(target=_let_end, args=[group, work], name="retired-group", daemon=True).start()
+
+
+def _let_end(group: Any, work: Any) -> None:
+    while not work.is_completed():  # not wait(): a daemon thread inside torch crashes the process at its exit
+        time.sleep(0.05)
 
 
 def connect_store(address: str, *, timeout_s: float) -> Any:
@@ -132,11 +180,17 @@ def serve_store(host: str, *, timeout_s: float) -> tuple[Any, str]:
     return store, f"{host}:{store.port}"
 
 
-def group_store(store: Any, group_key: str, sync_id: int) -> Any:
-    """The part of ``store`` that belongs to one forming of one group: stale keys of an earlier try are not seen."""
+def group_store(store: Any, group_key: str) -> Any:
+    """The part of ``store`` that belongs to one group. A key is never used for two groups, so nothing in it is stale."""
     import torch.distributed as dist
 
-    return dist.PrefixStore(f"sync/{sync_id}/{group_key}", store)
+    return dist.PrefixStore(group_key, store)
+
+
+def abort_group(addresses: Sequence[str], group_key: str, reason: str, *, timeout_s: float) -> None:
+    """End every wait in the groups ``group_key`` of all senders, in all processes, with ``reason``."""
+    for address in addresses:
+        group_store(connect_store(address, timeout_s=timeout_s), group_key).set("aborted", reason)
 
 
 def send_weights(

@@ -19,7 +19,12 @@ from services.reward.judge import Judge
 from services.rollout.service import make_engine
 
 # A person reads this command's output: the engine's processes say only what went wrong.
-_QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
+_QUIET = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore",
+    "TQDM_DISABLE": "1",
+}
 
 
 def main(config: Config, models: list[Path], tasks_path: Path, *, num_samples: int) -> int:

@@ -31,7 +31,8 @@ from services.config import Config, load_config, require_consistent
 
 POLL_S = 0.5
 START_TIMEOUT_S = 30.0
-NOT_RESTARTED = (0, 2, 3, 6, 7, 130, 143)  # done, or an error that would come again (common/errors.py)
+DONE = (0, 130, 143)  # it ended in order, by itself or because somebody told it to
+NOT_RESTARTED = (2, 3, 6, 7)  # an error that would come again (common/errors.py)
 
 
 def _tie_to_parent() -> None:
@@ -103,7 +104,8 @@ def main(config_path: Path | None, resume: Path | None, overrides: list[str]) ->
     run_dir = config.run.run_dir.resolve()
     console = Console()
     console.print(
-        f"[bold]{'Starting' if fresh else 'Resuming'} run {config.run.id}[/bold]; logs of every role in {run_dir / 'logs'}"
+        f"[bold]{'Starting' if fresh else 'Resuming'} run {config.run.id}[/bold]; logs of every role in {run_dir / 'logs'}",
+        soft_wrap=True,
     )
     fleet = Fleet(config, run_dir, console)
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -120,6 +122,8 @@ def main(config_path: Path | None, resume: Path | None, overrides: list[str]) ->
     finally:
         fleet.end_all()
     if (summary := _read_summary(run_dir)) is not None:
+        fleet.show_news(summary | {"nodes": []})
+        console.print()
         console.print(view.final_tables(summary, log_dir=str(run_dir / "logs")))
     return code
 
@@ -162,6 +166,8 @@ class Fleet:
     def __init__(self, config: Config, run_dir: Path, console: Console) -> None:
         self.config, self.run_dir, self.console = config, run_dir, console
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        self._seen_nodes: set[str] = set()
+        self._shown_step = 0
         self.coordinator = self._child("coordinator", "coordinator")
         self.others = [self._child("learner", "learner")] if config.up.learner_procs else []
         self.others += [self._child("rollout", f"rollout-{i}", i) for i in range(config.up.rollout_nodes)]
@@ -218,23 +224,31 @@ class Fleet:
         Raises:
             ForebayError: a role failed for good; the message has its last words.
         """
-        rates, shown = view.Rates(), 0
+        rates = view.Rates()
         live = Live(console=self.console, refresh_per_second=4, transient=True) if self.console.is_terminal else None
         with live or _Nothing():
-            while self.coordinator.returncode is None:
+            while True:
                 self._restart_crashed()
+                if self.coordinator.done:
+                    break
                 status = self._status()
                 if status is not None:
-                    for row in status["steps"]:
-                        if row["step"] > shown:
-                            self.console.print(view.step_line(row), soft_wrap=True, highlight=False)
-                            shown = row["step"]
+                    self.show_news(status)
                     if live:
                         live.update(view.render(status, rates))
                 time.sleep(POLL_S)
-        if self.coordinator.returncode != 0:
-            raise ForebayError(f"The run failed: {self.coordinator.last_words()}")
         self._await_exit([*self.others], self.config.up.stop_timeout_s)
+
+    def show_news(self, status: view.Status) -> None:
+        """A line for each node that joined and each step that was committed since the last look."""
+        for node in status["nodes"]:
+            if node["node_id"] not in self._seen_nodes:
+                self._seen_nodes.add(node["node_id"])
+                self.console.print(f"{node['node_id']} joined after {status['uptime_s']:.0f} s", highlight=False)
+        for row in status["steps"]:
+            if row["step"] > self._shown_step:
+                self._shown_step = row["step"]
+                self.console.print(view.step_line(row), soft_wrap=True, highlight=False)
 
     def _status(self) -> view.Status | None:
         try:
@@ -247,7 +261,7 @@ class Fleet:
             code = child.returncode
             if code is None or child.done:
                 continue
-            if code == 0:
+            if code in DONE:
                 child.done = True
             elif code in NOT_RESTARTED or child.restarts >= self.config.up.max_restarts:
                 raise ForebayError(f"{child.name} ended with exit code {code}: {child.last_words()}")
@@ -256,6 +270,7 @@ class Fleet:
                 self.console.print(
                     f"[yellow]{child.name} ended with exit code {code}; starting it again ({child.restarts}).[/yellow]"
                 )
+                child.signal_group(signal.SIGKILL)  # what it may have left in its session
                 child.start()
 
     def stop_in_order(self) -> None:

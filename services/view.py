@@ -54,20 +54,26 @@ class Rates:
         self._looks.append((now, counters))
         while self._looks[0][0] < now - self.WINDOW_S:
             self._looks.popleft()
-        then, old = self._looks[0]
-        if now - then < 1.0:
-            return {}
-        return {name: (value - old[name]) / (now - then) for name, value in counters.items() if name in old}
+        rates = {}
+        for name, value in counters.items():
+            then, old = next((at, look[name]) for at, look in self._looks if name in look)
+            if now - then >= 1.0:
+                rates[name] = (value - old) / (now - then)
+        return rates
 
 
 def step_line(row: dict[str, Any]) -> str:
-    """One committed step as one line of text."""
+    """One committed step as one line of text. What a step without signal didn't measure is a dash."""
+
+    def show(key: str, form: str) -> str:
+        return form.format(row[key]) if key in row else "-"
+
     trained = row.get("train/num_tokens", 0.0) / max(row.get("time/train_s", 0.0), 1e-9)
     return (
-        f"step {row['step']:>4}  reward {row.get('reward/mean', 0):.3f}  no-signal {row.get('reward/no_signal_groups', 0):4.0%}  "
-        f"staleness {row.get('staleness/mean', 0):.2f} (max {row.get('staleness/max', 0):.0f})  "
-        f"log-prob gap {row.get('train/logprob_gap_mean', 0):.4f}  grad {row.get('train/grad_norm', 0):.3f}  "
-        f"train {row.get('time/train_s', 0):.2f} s ({trained:.0f} tok/s)  publish {row.get('time/publish_s', 0):.2f} s"
+        f"step {row['step']:>4}  reward {show('reward/mean', '{:.3f}')}  no-signal {show('reward/no_signal_groups', '{:4.0%}')}  "
+        f"staleness {show('staleness/mean', '{:.2f}')} (max {show('staleness/max', '{:.0f}')})  "
+        f"log-prob gap {show('train/logprob_gap_mean', '{:.4f}')}  grad {show('train/grad_norm', '{:.3f}')}  "
+        f"train {show('time/train_s', '{:.2f}')} s ({trained:.0f} tok/s)  publish {show('time/publish_s', '{:.2f}')} s"
     )
 
 
@@ -179,7 +185,9 @@ def _ledger(summary: Status) -> RenderableType:
     for name, meaning in _LEDGER_ROWS.items():
         table.add_row(name.replace("_", " "), f"{ledger[name]:,}", meaning, end_section=name == "generated")
     rest = ledger["generated"] - sum(ledger[name] for name in _LEDGER_ROWS if name != "generated")
-    table.caption = "closes: every generated token is accounted for" if rest == 0 else f"DOES NOT CLOSE: {rest:,} unaccounted for"
+    table.caption = (
+        "closes: every generated token is accounted for" if rest == 0 else f"DOES NOT CLOSE: {rest:,} unaccounted for"
+    )
     return table
 
 

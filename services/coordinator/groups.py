@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from protocol.codec import Array
+from protocol.messages import SampleResult
 from protocol.verdicts import JudgeResult
 from protocol.versions import Segment
 
@@ -19,6 +21,18 @@ class GroupStatus(StrEnum):
     TRAINED = "trained"
     FILTERED = "filtered"  # all rewards equal, refilled
     FAILED = "failed"
+
+
+def sample_problem(message: SampleResult, arrays: Mapping[str, Array]) -> str:
+    """Why a sample can't be trained on (a node of ours never sends such a one), or ''."""
+    shapes = {name: (array.dtype.name, array.ndim) for name, array in arrays.items()}
+    if shapes != {"prompt_ids": ("int32", 1), "completion_ids": ("int32", 1), "logprobs": ("float32", 1)}:
+        return f"arrays are {shapes}, not vectors of int32, int32 and float32"
+    num_tokens = arrays["completion_ids"].size
+    counted = sum(segment.num_tokens for segment in message.segments)
+    if not message.segments or not num_tokens == arrays["logprobs"].size == counted:
+        return f"{num_tokens} tokens with {arrays['logprobs'].size} log-probs and version segments for {counted}"
+    return ""
 
 
 @dataclass(slots=True)
@@ -53,6 +67,7 @@ class Group:
     step: int | None = None
     overtaken: int = 0
     generate_attempts: int = 0
+    avoid_nodes: set[str] = field(default_factory=set)  # rollout nodes that failed on it
     samples: dict[int, Sample] = field(default_factory=dict)
 
     def missing(self, group_size: int) -> list[int]:

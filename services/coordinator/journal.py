@@ -7,6 +7,7 @@ WAL mode with ``synchronous=FULL``: a committed transaction survives kill -9 and
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import queue
 import sqlite3
@@ -68,22 +69,27 @@ class Journal:
     def __init__(self, path: Path, *, run_id: str) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = path.with_suffix(".lock").open("w")  # SQLite's own exclusive mode would shut out readers, too
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise ConfigError(f"Another coordinator has the journal {path} open. Stop it first.") from None
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=2.0)
         try:
-            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")  # a second coordinator on the same journal must fail
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             self._create_or_check(run_id)
         except sqlite3.DatabaseError as error:
             self._db.close()
-            if "locked" in str(error):
-                raise ConfigError(f"Another coordinator has the journal {path} open. Stop it first.") from None
+            self._lock.close()
             raise ConfigError(
                 f"The journal {path} can't be used: {error}. Nothing in it was changed. Restore it from a copy, or start "
                 "a new run with another run.id."
             ) from None
         except ConfigError:
             self._db.close()
+            self._lock.close()
             raise
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self.failure: ForebayError | None = None
@@ -162,6 +168,7 @@ class Journal:
         self._queue.put(None)
         self._thread.join()
         self._db.close()
+        self._lock.close()
 
     # ---- reading ----
 

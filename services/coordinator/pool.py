@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from common.errors import InvariantError
 from protocol.codec import Array
 from protocol.verdicts import JudgeResult, Verdict
@@ -137,6 +139,14 @@ class Pool:
         self._record_ledger()
         return True
 
+    def has_sample(self, group_id: int, sample_index: int, arrays: dict[str, Array]) -> bool:
+        """Whether this very completion is here already: then its message came twice, and its tokens were generated once."""
+        group = self.groups.get(group_id)
+        sample = group.samples.get(sample_index) if group else None
+        return sample is not None and all(
+            np.array_equal(sample.arrays[name], arrays[name]) for name in ("completion_ids", "logprobs")
+        )
+
     def count_thrown_away(self, num_tokens: int) -> None:
         """Tokens that a node generated for a lease and gave up."""
         if num_tokens:
@@ -151,12 +161,16 @@ class Pool:
             self.ledger.lost += num_tokens
             self._record_ledger()
 
-    def generation_failed(self, group_id: int, error: str, *, permanent: bool, counted: bool = True) -> bool:
+    def generation_failed(
+        self, group_id: int, error: str, *, permanent: bool, counted: bool = True, node_id: str = ""
+    ) -> bool:
         """A generate lease ended without all its samples. True: try again; False: the group is out (or was already)."""
         group = self.groups.get(group_id)
         if group is None or group.status is not GroupStatus.OPEN or not group.missing(self._config.group_size):
             return False
-        group.generate_attempts += counted
+        if counted:
+            group.generate_attempts += 1
+            group.avoid_nodes.add(node_id)
         if permanent or group.generate_attempts >= self._config.generate_attempts:
             self._drop(group, GroupStatus.FAILED, error)
             return False

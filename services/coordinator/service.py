@@ -12,6 +12,7 @@ the records of the same event durable; so nobody ever acts on something that a c
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections import Counter, deque
@@ -32,15 +33,18 @@ from protocol.versions import VersionTag
 from services.coordinator.batches import batch_metrics, make_batch
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.cursor import TaskCursor
+from services.coordinator.groups import sample_problem
 from services.coordinator.journal import Journal
 from services.coordinator.membership import Lease, Members, Node, is_current
 from services.coordinator.pool import Pool, Record
 from services.coordinator.status import build_status
-from services.coordinator.sync import SyncRound, plan_round
+from services.coordinator.sync import StandingGroup, SyncRound, plan_round
 
 log = structlog.get_logger()
 
 TICK_S = 0.2
+MAX_FAILED_UPDATES = 2  # of a node in one publication: the first may be another's death, as this one saw it
+UPDATE_AGAIN_S = 5.0  # pause before a node that failed to take weights is tried again between two steps
 _Out = tuple[bytes, m.Message, int, Mapping[str, Array] | None]
 
 
@@ -73,9 +77,11 @@ class Coordinator:
         self._to_generate = dict.fromkeys(g.group_id for g in self.pool.groups.values() if g.missing(config.group_size))
         self._to_score = deque((group.group_id, sample.sample_index) for group, sample in self.pool.unjudged())
         self._round: SyncRound | None = None
-        self._num_rounds = 0
+        self._standing = StandingGroup()
+        boot = int(journal.meta.get("boots", "0")) + 1
+        self.pool.records.append(Record("meta", ("boots", str(boot))))
+        self._sync_ids = itertools.count(boot * 1_000_000 + 1)  # never repeated: nodes outlive this process
         self._batch_wait: tuple[bytes, int, int] | None = None  # identity, seq, step
-        self._batch_metrics: dict[int, dict[str, float]] = {}
         self._outbox: list[_Out] = []
         self._sends: asyncio.Queue[tuple[Awaitable[None] | None, list[_Out]]] = asyncio.Queue()
         self._ended = asyncio.Event()
@@ -129,6 +135,7 @@ class Coordinator:
                 await durable
             for identity, message, re, arrays in outbox:
                 await self.socket.send(identity, message, re=re, arrays=arrays)
+            self._sends.task_done()
 
     async def _tick(self) -> None:
         while True:
@@ -155,6 +162,9 @@ class Coordinator:
             await asyncio.sleep(0.05)
         if self.members.nodes:
             log.warning("nodes_did_not_leave", nodes=sorted(self.members.nodes), timeout_s=self.config.leave_timeout_s)
+        sent = asyncio.create_task(self._sends.join())  # whoever asked for the end gets an answer
+        await asyncio.wait([sent, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        sent.cancel()
 
     # ---- messages ----
 
@@ -186,17 +196,8 @@ class Coordinator:
         if reason:
             log.warning("node_refused", node=hello.node_id, role=hello.role, reason=reason)
             return self._reply(identity, m.Refused(reason=reason), re)
-        again = hello.run_uid != ""  # it was here before this coordinator, or lost us for a while
-        old_learners = [n.node_id for n in self.members.of_role("learner")] if hello.role == "learner" else []
-        for node_id in old_learners:
-            self._drop_node(node_id, "replaced by a new learner")
-        node, lost = self.members.join(hello, identity, time.monotonic())
-        self._give_back(lost, counted=False)
-        if hello.role == "learner" and not (again and self.incarnation >= 0):
-            self.incarnation += 1
-            self.pool.records.append(Record("meta", ("incarnation", str(self.incarnation))))
-        self._progress_at = time.monotonic()
-        log.info("node_joined", node=node.node_id, role=node.role, host=node.host, holds=str(node.holds))
+        if self.members.by_identity(identity) is None:  # else it says so twice: our answer was late
+            self._join(identity, hello)
         tag = VersionTag(version=self.pool.version, incarnation=max(0, self.incarnation))
         welcome = m.Welcome(
             run_uid=self.journal.run_uid,
@@ -205,6 +206,24 @@ class Coordinator:
             node_timeout_s=self.config.node_timeout_s,
         )
         self._reply(identity, welcome, re)
+
+    def _join(self, identity: bytes, hello: m.Hello) -> None:
+        again = hello.run_uid != ""  # it was here before this coordinator, or lost us for a while
+        replaced = [hello.node_id]
+        if hello.role == "learner":
+            replaced += [node.node_id for node in self.members.of_role("learner")]
+        for node_id in replaced:
+            self._drop_node(node_id, "replaced by a new process")
+        node = self.members.join(hello, identity, time.monotonic())
+        if hello.role == "learner":
+            self._standing.break_up()
+            for rollout in self.members.of_role("rollout"):
+                rollout.num_failed_updates = 0
+            if not (again and self.incarnation >= 0):
+                self.incarnation += 1
+                self.pool.records.append(Record("meta", ("incarnation", str(self.incarnation))))
+        self._progress_at = time.monotonic()
+        log.info("node_joined", node=node.node_id, role=node.role, host=node.host, holds=str(node.holds))
 
     def _refusal(self, hello: m.Hello) -> str:
         if self.state != "running":
@@ -222,14 +241,26 @@ class Coordinator:
 
     def _on_heartbeat(self, node: Node, beat: m.Heartbeat, received: Received) -> None:
         lost = self.members.beat(node, beat, time.monotonic())
+        if not beat.lease_ids and not node.lease_ids:  # idle: what it generated and hasn't sent will never come
+            self.pool.count_thrown_away(node.tokens_in_flight)
+            node.delivered_tokens += node.tokens_in_flight
         self._reply(node.identity, m.HeartbeatAck(lost_lease_ids=lost), received.seq)
 
     def _on_goodbye(self, node: Node, message: m.Goodbye, received: Received) -> None:
         self._drop_node(node.node_id, message.reason or "left")
 
     def _on_sample(self, node: Node, message: m.SampleResult, received: Received) -> None:
+        if self.pool.has_sample(message.group_id, message.sample_index, received.arrays):
+            self._end_if_complete(message)
+            return self._reply(node.identity, m.Ack(), received.seq)
         num_tokens = int(received.arrays["completion_ids"].size)
         node.delivered_tokens += num_tokens
+        if reason := sample_problem(message, received.arrays):
+            self.pool.count_thrown_away(num_tokens)
+            log.warning("sample_refused", node=node.node_id, group=message.group_id, reason=reason)
+            if lease := self.members.end_lease(message.lease_id):
+                self._give_back([lease], error=reason)
+            return self._reply(node.identity, m.Ack(accepted=False, reason=reason), received.seq)
         accepted = self.pool.add_sample(
             message.group_id,
             message.sample_index,
@@ -241,14 +272,23 @@ class Coordinator:
         if accepted:
             self._progress_at = time.monotonic()
             self._to_score.append((message.group_id, message.sample_index))
-            if not self.pool.groups[message.group_id].missing(self.config.group_size):
-                self.members.end_lease(message.lease_id)
-        self._reply(node.identity, m.Ack(accepted=accepted, reason="" if accepted else "duplicate"), received.seq)
+        self._end_if_complete(message)
+        return self._reply(
+            node.identity, m.Ack(accepted=accepted, reason="" if accepted else "duplicate"), received.seq
+        )
+
+    def _end_if_complete(self, message: m.SampleResult) -> None:
+        """The lease, too, of a node whose samples came second."""
+        group = self.pool.groups.get(message.group_id)
+        if group is None or not group.missing(self.config.group_size):
+            self.members.end_lease(message.lease_id)
 
     def _on_score(self, node: Node, message: m.ScoreResult, received: Received) -> None:
-        if self.members.end_lease(message.lease_id) is not None:
+        lease = self.members.end_lease(message.lease_id)
+        if lease is not None:
             self.verdicts[message.result.verdict] += 1
-        self._score(message.group_id, message.sample_index, message.result, node.node_id)
+        if lease is not None or message.result.reward is not None:  # a late failure was counted when its lease ended
+            self._score(message.group_id, message.sample_index, message.result, node.node_id)
         self._reply(node.identity, m.Ack(), received.seq)
 
     def _score(self, group_id: int, sample_index: int, result: m.JudgeResult, node_id: str) -> None:
@@ -284,24 +324,27 @@ class Coordinator:
         now = time.monotonic()
         rollouts = [n for n in self.members.of_role("rollout") if is_current(n, self.pool.version)]
         for group_id in list(self._to_generate):
-            node = max(rollouts, key=lambda n: n.free, default=None)
-            if node is None or node.free <= 0:
+            if not any(node.free > 0 for node in rollouts):
                 break
-            del self._to_generate[group_id]
-            self._lease_generate(node, group_id, now)
+            if self._lease_generate(rollouts, group_id, now):
+                del self._to_generate[group_id]
         rewards = self.members.of_role("reward")
-        for _ in range(len(self._to_score)):
-            free = [n for n in rewards if n.free > 0]
-            if not free:
-                break
+        held: list[tuple[int, int]] = []
+        while self._to_score and any(node.free > 0 for node in rewards):
             group_id, sample_index = self._to_score.popleft()
-            self._lease_score(free, group_id, sample_index, now)
+            if not self._lease_score(rewards, group_id, sample_index, now):
+                held.append((group_id, sample_index))
+        self._to_score.extendleft(reversed(held))
 
-    def _lease_generate(self, node: Node, group_id: int, now: float) -> None:
+    def _lease_generate(self, nodes: list[Node], group_id: int, now: float) -> bool:
+        """False: the nodes that have not failed on the group are all busy. One that fails at once is always free."""
         group = self.pool.groups.get(group_id)
         missing = group.missing(self.config.group_size) if group else []
         if group is None or not missing:
-            return
+            return True
+        node = _freest(nodes, group.avoid_nodes)
+        if node.free <= 0:
+            return False
         task = self.tasks[group.task_index]
         lease = self.members.grant(node, group_id, None, now + self.config.generate_timeout_s)
         message = m.GenerateLease(
@@ -315,14 +358,17 @@ class Coordinator:
             timeout_s=self.config.generate_timeout_s,
         )
         self._reply(node.identity, message)
+        return True
 
-    def _lease_score(self, free: list[Node], group_id: int, sample_index: int, now: float) -> None:
+    def _lease_score(self, nodes: list[Node], group_id: int, sample_index: int, now: float) -> bool:
+        """False: the nodes that have not failed on the sample are all busy."""
         group = self.pool.groups.get(group_id)
         sample = group.samples.get(sample_index) if group else None
         if group is None or sample is None or sample.result is not None or sample.lost:
-            return
-        fresh = [node for node in free if node.node_id not in sample.avoid_nodes]
-        node = max(fresh or free, key=lambda n: n.free)
+            return True
+        node = _freest(nodes, sample.avoid_nodes)
+        if node.free <= 0:
+            return False
         lease = self.members.grant(node, group_id, sample_index, now + self.config.score_timeout_s)
         message = m.ScoreLease(
             lease_id=lease.lease_id,
@@ -333,6 +379,7 @@ class Coordinator:
             timeout_s=self.config.score_timeout_s,
         )
         self._reply(node.identity, message)
+        return True
 
     def _give_back(
         self, leases: list[Lease], *, error: str = "", permanent: bool = False, counted: bool = True
@@ -340,7 +387,9 @@ class Coordinator:
         """Unfinished leases: queue their work again, unless it has failed too often."""
         for lease in leases:
             if lease.sample_index is None:
-                if self.pool.generation_failed(lease.group_id, error, permanent=permanent, counted=counted):
+                if self.pool.generation_failed(
+                    lease.group_id, error, permanent=permanent, counted=counted, node_id=lease.node_id
+                ):
                     self._to_generate = {lease.group_id: None, **self._to_generate}  # it is older than what waits
             elif not counted:
                 self._to_score.appendleft((lease.group_id, lease.sample_index))
@@ -361,8 +410,7 @@ class Coordinator:
             if node.role == "learner":
                 self._abort_round(f"the learner {node_id} went away")
             elif node_id in self._round.members:
-                self._round.failed[node_id] = f"went away: {reason}"
-                self._advance_round()
+                self._fail_member(self._round, node_id, f"went away: {reason}")
 
     def _expire(self, now: float) -> None:
         for node in self.members.silent(now, self.config.node_timeout_s):
@@ -376,9 +424,11 @@ class Coordinator:
                 self._reply(node.identity, m.CancelLease(lease_id=lease.lease_id, reason=error))
             self._give_back([lease], error=error)
         if self._round is not None and now > self._round.deadline:
-            for node_id in self._round.missing():
-                self._round.failed[node_id] = "did not finish within run.sync_timeout_s"
-            self._advance_round()
+            round_, late = self._round, self._round.missing()
+            for node_id in late:
+                self._fail_member(round_, node_id, "did not finish within run.sync_timeout_s", at_fault=True)
+            if not late:
+                self._abort_round("the learner did not finish within run.sync_timeout_s")
         if self.state == "running" and now - self._progress_at > self.config.no_progress_timeout_s:
             self._fail(WaitTimeout(self._no_progress_text(now)))
 
@@ -411,7 +461,6 @@ class Coordinator:
             self._reply(identity, m.EndOfData(reason=f"{self.pool.version} steps are done"), seq)
         elif groups := self.pool.take_batch(step):
             batch, arrays = make_batch(step, groups, replay=False)
-            self._batch_metrics[step] = batch_metrics(groups, self.pool.version)
             self._reply(identity, batch, seq, arrays)
         elif self._round is None and self._want_resync():
             self._reply(identity, m.Resync(tag=tag), seq)
@@ -420,15 +469,17 @@ class Coordinator:
         self._batch_wait = None
 
     def _want_resync(self) -> bool:
-        """Some live engine has no valid weights and hasn't just failed to take them; or none has."""
-        nodes = self.members.of_role("rollout")
-        fenced = [node for node in nodes if not is_current(node, self.pool.version)]
-        return any(not node.fenced_reason for node in fenced) or (bool(nodes) and len(fenced) == len(nodes))
+        """Some live engine has no valid weights and hasn't just failed to take them."""
+        now = time.monotonic()
+        return any(
+            not is_current(node, self.pool.version) and now - node.failed_at > UPDATE_AGAIN_S
+            for node in self.members.of_role("rollout")
+        )
 
     def _on_commit(self, node: Node, message: m.StepCommitted, received: Received) -> None:
-        batch = self.pool.commit(
-            message.step, metrics := {**self._batch_metrics.pop(message.step, {}), **message.metrics}
-        )
+        fixed = [group for group in self.pool.groups.values() if group.step == message.step]
+        metrics = (batch_metrics(fixed, self.pool.version) if fixed else {}) | message.metrics
+        batch = self.pool.commit(message.step, metrics)
         node.checkpoint_step = max(node.checkpoint_step, message.checkpoint_step)
         if batch:
             self._progress_at = time.monotonic()
@@ -464,10 +515,11 @@ class Coordinator:
             n
             for n in self.members.of_role("rollout")
             if not (message.only_fenced and is_current(n, message.tag.version))
+            and n.num_failed_updates < MAX_FAILED_UPDATES
         ]
-        self._num_rounds += 1
+        now = time.monotonic()
         self._round, plan = plan_round(
-            self._num_rounds, message, receivers, now=time.monotonic(), timeout_s=self.run.sync_timeout_s
+            next(self._sync_ids), message, receivers, self._standing, now=now, timeout_s=self.run.sync_timeout_s
         )
         self._reply(node.identity, plan, received.seq)
         for receiver in receivers:
@@ -478,6 +530,8 @@ class Coordinator:
             return
         if node.role == "learner":
             round_.learner_ready_seq = received.seq
+            if round_.went:  # the answer was lost on its way
+                self._reply(node.identity, m.SyncGo(sync_id=round_.sync_id), received.seq)
         else:
             round_.ready.add(node.node_id)
             self._reply(node.identity, m.Ack(), received.seq)
@@ -498,21 +552,13 @@ class Coordinator:
         if node.role == "learner":
             self._abort_round(f"the learner failed: {message.error}")
         else:
-            round_.failed[node.node_id] = message.error
-            self._advance_round()
+            self._fail_member(round_, node.node_id, message.error)
 
     def _on_sync_sent(self, node: Node, message: m.SyncSent, received: Received) -> None:
         if (round_ := self._round_of(message.sync_id, node, received)) is None:
             return
         round_.learner_sent_seq = received.seq
-        self.sync_rounds.append(
-            {
-                "version": round_.tag.version,
-                "bytes": message.num_bytes,
-                "send_s": message.send_s,
-                "started_at": round_.started_at,
-            }
-        )
+        round_.num_bytes, round_.send_s = message.num_bytes, message.send_s
         self._advance_round()
 
     def _round_of(self, sync_id: int, node: Node, received: Received) -> SyncRound | None:
@@ -521,40 +567,49 @@ class Coordinator:
         self._reply(node.identity, m.SyncAborted(sync_id=sync_id, reason="that weight update is over"), received.seq)
         return None
 
+    def _fail_member(self, round_: SyncRound, node_id: str, error: str, *, at_fault: bool = False) -> None:
+        log.warning("weight_update_failed", node=node_id, tag=str(round_.tag), error=error)
+        round_.failed[node_id] = error
+        if node := self.members.nodes.get(node_id):
+            node.fenced_reason, node.failed_at = error, time.monotonic()
+            node.num_failed_updates += MAX_FAILED_UPDATES if at_fault else 1
+        self._advance_round()
+
     def _advance_round(self) -> None:
         """Send what the state of the round allows: go, abort, or the result."""
         round_ = self._round
         learner = next(iter(self.members.of_role("learner")), None)
         if round_ is None or learner is None:
             return
-        for node_id, error in round_.failed.items():
-            if (node := self.members.nodes.get(node_id)) and not node.fenced_reason:
-                log.warning("node_fenced", node=node_id, tag=str(round_.tag), error=error)
-                node.fenced_reason = error
-                self._reply(node.identity, m.SyncAborted(sync_id=round_.sync_id, reason=error))
-        if not round_.went and round_.failed:
+        if round_.failed and not round_.learner_sent_seq:
             self._abort_round("; ".join(f"{node}: {error}" for node, error in round_.failed.items()))
         elif not round_.went and round_.all_ready:
             round_.went = True
             self._reply(learner.identity, m.SyncGo(sync_id=round_.sync_id), round_.learner_ready_seq)
             for node_id in round_.members:
                 self._reply(self.members.nodes[node_id].identity, m.SyncGo(sync_id=round_.sync_id))
-        elif round_.went and round_.failed and not round_.learner_sent_seq:
-            self._abort_round("; ".join(f"{node}: {error}" for node, error in round_.failed.items()))
         elif round_.settled and round_.learner_sent_seq:
-            if self.sync_rounds:
-                self.sync_rounds[-1]["total_s"] = time.monotonic() - round_.started_at
-                self.sync_rounds[-1]["pause_s"] = max(round_.done.values(), default=0.0)
-            result = m.SyncResult(sync_id=round_.sync_id, acked=sorted(round_.done), failed=round_.failed)
-            self._reply(learner.identity, result, round_.learner_sent_seq)
+            self._finish_round(round_, learner)
+
+    def _finish_round(self, round_: SyncRound, learner: Node) -> None:
+        self.sync_rounds.append(round_.record(time.monotonic()))
+        acked = sorted(set(round_.done) - set(round_.failed))
+        result = m.SyncResult(sync_id=round_.sync_id, acked=acked, failed=round_.failed)
+        self._reply(learner.identity, result, round_.learner_sent_seq)
+        self._round = None
+        if round_.failed:
+            self._standing.break_up()
+        if acked:
             self._progress_at = time.monotonic()
-            self._round = None
+        for node in self.members.of_role("rollout"):
+            node.num_failed_updates = 0  # the next publication tries everybody again
 
     def _abort_round(self, reason: str) -> None:
         round_, self._round = self._round, None
         if round_ is None:
             return
         log.warning("sync_aborted", tag=str(round_.tag), reason=reason)
+        self._standing.break_up()
         message = m.SyncAborted(sync_id=round_.sync_id, reason=reason)
         for node_id in round_.members:
             if node := self.members.nodes.get(node_id):
@@ -586,6 +641,11 @@ class Coordinator:
         m.SyncFailed: _on_sync_failed,
         m.SyncSent: _on_sync_sent,
     }
+
+
+def _freest(nodes: list[Node], avoid: set[str]) -> Node:
+    """The node with the most room, of those that are not to be avoided if there are any."""
+    return max([node for node in nodes if node.node_id not in avoid] or nodes, key=lambda node: node.free)
 
 
 def open_coordinator(run: RunConfig, config: CoordinatorConfig) -> Coordinator:

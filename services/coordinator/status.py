@@ -44,9 +44,7 @@ def build_status(coordinator: Coordinator) -> dict[str, Any]:
         "nodes": [_node(node, pool.version) for node in members.nodes.values()],
         "steps": [{"step": step, "at": at, **metrics} for step, at, metrics in coordinator.steps[-RECENT_STEPS:]],
         "first_rewards": [metrics.get("reward/mean", 0.0) for _, _, metrics in coordinator.steps[:5]],
-        "syncs": [
-            {k: v for k, v in sync.items() if k != "started_at"} for sync in coordinator.sync_rounds[-RECENT_STEPS:]
-        ],
+        "syncs": coordinator.sync_rounds[-RECENT_STEPS:],
         "num_syncs": len(coordinator.sync_rounds),
         "export_dir": coordinator.export_dir,
     }

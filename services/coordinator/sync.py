@@ -9,8 +9,9 @@
       | SyncSent -------> | <------- SyncDone - |      or SyncFailed: that node is fenced
       | <-- SyncResult -- |                     |
 
-A failure or a death before ``SyncGo`` aborts the round: the learner asks again, without the node. After it, the learner is
-told at once, by name. ``SyncRound`` is the state; the service sends.
+A failure or a death before ``SyncSent`` aborts the round: all are told at once, and the learner ends whatever wait the others
+sit in (``weights.abort_group``) and asks again, without a node that is at fault. After it, the node alone is fenced.
+``SyncRound`` is the state; the service sends.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class SyncRound:
     failed: dict[str, str] = field(default_factory=dict)
     learner_ready_seq: int = 0
     learner_sent_seq: int = 0
+    num_bytes: int = 0
+    send_s: float = 0.0
     went: bool = False
 
     @property
@@ -48,14 +51,43 @@ class SyncRound:
         """Every member has reported."""
         return set(self.members) <= set(self.done) | set(self.failed)
 
+    def record(self, now: float) -> dict[str, float]:
+        """A finished update for status and summary. Durations in seconds."""
+        return {
+            "version": self.tag.version,
+            "bytes": self.num_bytes,
+            "send_s": self.send_s,
+            "total_s": now - self.started_at,
+            "pause_s": max(self.done.values(), default=0.0),
+        }
+
     def missing(self) -> list[str]:
         """Members that the round still waits for."""
         reported = set(self.failed) | (set(self.done) if self.went else self.ready)
         return sorted(set(self.members) - reported)
 
 
+class StandingGroup:
+    """The process groups that learner and nodes hold since the last update. Only a good one's key is ever given again."""
+
+    def __init__(self) -> None:
+        self._members: list[bytes] | None = None
+        self._key = ""
+
+    def key_for(self, nodes: list[Node], sync_id: int) -> str:
+        """The key for these members: the standing group's, or a new one, which makes all sides form their groups anew."""
+        members = sorted(node.identity for node in nodes)
+        if members != self._members:
+            self._members, self._key = members, f"sync-{sync_id}"
+        return self._key
+
+    def break_up(self) -> None:
+        """Somebody left the group, or may have: an update failed, or the learner is another one."""
+        self._members = None
+
+
 def plan_round(
-    sync_id: int, request: SyncRequest, nodes: list[Node], *, now: float, timeout_s: float
+    sync_id: int, request: SyncRequest, nodes: list[Node], standing: StandingGroup, *, now: float, timeout_s: float
 ) -> tuple[SyncRound, SyncPlan]:
     """Ranks for all receivers: the sender is 0, then each node's workers in order of node id."""
     members, rank = [], 1
@@ -68,7 +100,7 @@ def plan_round(
         stores=request.stores,
         members=members,
         world_size=rank,
-        group_key="+".join(f"{node.node_id}@{node.pid}" for node in sorted(nodes, key=lambda node: node.node_id)),
+        group_key=standing.key_for(nodes, sync_id),
         timeout_s=timeout_s,
     )
     round_ = SyncRound(sync_id, request.tag, {m.node_id: m for m in members}, now, now + timeout_s)

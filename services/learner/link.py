@@ -21,6 +21,7 @@ from protocol import messages as m
 from protocol.channel import NodeChannel
 from protocol.codec import Received
 from protocol.config import RunConfig
+from protocol.weights import abort_group
 
 log = structlog.get_logger()
 
@@ -39,6 +40,7 @@ class Link:
         self.run = run
         self.waits = WaitTable()
         self.counters: dict[str, float] = {}
+        self._plan: m.SyncPlan | None = None  # of the last update
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="link", daemon=True)
         self._thread.start()
@@ -66,6 +68,19 @@ class Link:
                 self._stop.set()
             elif isinstance(message, m.SyncAborted):
                 log.warning("sync_aborted", reason=message.reason)
+                await self._call_off(message)
+
+    async def _call_off(self, aborted: m.SyncAborted) -> None:
+        """The training thread, or another rank's, may sit in a broadcast that will never end by itself."""
+        plan = self._plan
+        if plan is None or plan.sync_id != aborted.sync_id or not plan.members:
+            return
+        try:
+            await asyncio.to_thread(
+                abort_group, plan.stores, plan.group_key, aborted.reason, timeout_s=self.run.sync_timeout_s
+            )
+        except RuntimeError as error:  # a rank of ours is gone, and torchrun ends the others
+            log.warning("sync_abort_failed", error=str(error))
 
     def stop_on_signals(self) -> None:
         """SIGINT and SIGTERM end the loop after the step at hand; a second one ends the process. Main thread only."""
@@ -104,6 +119,8 @@ class Link:
         received = self._call(
             self.waits.wait_for(request(), what, on="coordinator", timeout_s=timeout_s, limit_key="run.sync_timeout_s")
         )
+        if isinstance(received.message, m.SyncPlan):
+            self._plan = received.message
         return received.message
 
     def close(self, reason: str) -> None:

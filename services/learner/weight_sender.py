@@ -60,7 +60,7 @@ class WeightSender:
             return ""
         self.leave()
         try:
-            store = weights.group_store(self._store, plan.group_key, plan.sync_id)
+            store = weights.group_store(self._store, plan.group_key)
             self._group = weights.BroadcastGroup(
                 store, rank=0, world_size=plan.world_size, device=self._policy.device, timeout_s=plan.timeout_s
             )
@@ -103,7 +103,7 @@ def publish(
     *,
     ask: Callable[[m.Message, str], m.Message],
     agree: Callable[[str], str],
-    max_attempts: int = 5,
+    max_attempts: int = 10,
 ) -> Published:
     """One update of all engines, tried again without those that fail.
 
@@ -128,6 +128,7 @@ def publish(
             num_bytes, error = sender.send(plan)
             if error := agree(error):
                 ask(m.SyncFailed(sync_id=plan.sync_id, error=error), "the end of a failed update")
+                sender.leave()
                 reasons.append(error)
                 continue
             sent = m.SyncSent(sync_id=plan.sync_id, num_bytes=num_bytes, send_s=time.monotonic() - started)

@@ -107,7 +107,8 @@ async def main(run: RunConfig, config: RewardConfig, *, node_id: str = "") -> in
         channel = NodeChannel(run.address, run.id, role="reward", node_id=node_id, waits=waits)
         node = RewardNode(judge, channel, waits, num_workers=config.num_workers)
         try:
-            await channel.start(join_timeout_s=run.join_timeout_s)
+            if await stop.interrupts(channel.start(join_timeout_s=run.join_timeout_s)):
+                return stop.exit_code
             log.info("joined", node=node_id)
             await node.serve(stop)
         finally:

@@ -6,6 +6,7 @@ For fault tests and queue benchmarks. It can be slow, fail, or refuse an update;
 from __future__ import annotations
 
 import asyncio
+import importlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -38,7 +39,8 @@ class FakeEngine:
         self._running.set()
 
     async def start(self) -> None:
-        """Nothing to load."""
+        """No model, but torch for the broadcast: importing it later would hold up the heartbeats."""
+        await asyncio.to_thread(importlib.import_module, "torch.distributed")
 
     def generated_tokens(self) -> int:
         """Tokens so far."""
@@ -112,9 +114,7 @@ class FakeEngine:
 def _join(plan: SyncPlan, rank: int) -> weights.BroadcastGroup:
     import torch
 
-    store = weights.group_store(
-        weights.connect_store(plan.stores[0], timeout_s=plan.timeout_s), plan.group_key, plan.sync_id
-    )
+    store = weights.group_store(weights.connect_store(plan.stores[0], timeout_s=plan.timeout_s), plan.group_key)
     return weights.BroadcastGroup(
         store, rank=rank, world_size=plan.world_size, device=torch.device("cpu"), timeout_s=plan.timeout_s
     )

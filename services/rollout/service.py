@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from common.errors import PeerError
+from common.errors import ConfigError, PeerError
 from common.lifecycle import StopSignal
 from common.waits import WaitTable
 from protocol import messages as m
@@ -146,7 +146,10 @@ class RolloutNode:
 
     async def _drain(self) -> None:
         """Give back what isn't finished, within 5 s: after that the coordinator finds out by itself."""
+        self.channel.capacity = 0
         tasks = list(self._leases.values())
+        if tasks and not self.channel.failed.done():
+            await self.channel.beat_now()  # no more leases, please
         for task in tasks:
             task.cancel()
         if tasks and not self.channel.failed.done():
@@ -183,11 +186,17 @@ class RolloutNode:
 
 
 def make_engine(run: RunConfig, config: RolloutConfig) -> Engine:
-    """The engine that the config names; imports vLLM only for vLLM."""
+    """The engine that the config names; imports vLLM, which takes seconds, only for vLLM.
+
+    Raises:
+        ConfigError: no checkpoint at ``run.model``.
+    """
     if config.engine == "fake":
         from services.rollout.fake_engine import FakeEngine
 
         return FakeEngine(config.fake, max_prompt_tokens=run.max_prompt_tokens)
+    if not (run.model / "config.json").is_file():
+        raise ConfigError(f"No Hugging Face checkpoint at {run.model.resolve()} (run.model): config.json is missing.")
     from services.rollout.vllm_engine import VllmEngine
 
     return VllmEngine(run, config)
@@ -206,7 +215,8 @@ async def main(run: RunConfig, config: RolloutConfig, *, node_id: str = "") -> i
         channel = NodeChannel(run.address, run.id, role="rollout", node_id=node_id, waits=waits)
         node = RolloutNode(run, config, engine, channel, waits)
         try:
-            await channel.start(join_timeout_s=run.join_timeout_s)
+            if await stop.interrupts(channel.start(join_timeout_s=run.join_timeout_s)):
+                return stop.exit_code
             log.info("joined", node=node_id)
             await node.serve(stop)
         finally:

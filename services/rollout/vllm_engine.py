@@ -13,7 +13,6 @@ import shutil
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from common.errors import ConfigError
 from protocol.config import RunConfig
 from protocol.messages import Sampling, SyncMember, SyncPlan
 from protocol.versions import Segment, VersionTag
@@ -43,7 +41,9 @@ def _cpu_environment(config: RolloutConfig) -> None:
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(config.cpu_kv_cache_gib)
     if shutil.which("g++") is None:  # vLLM compiles its sampler with torch.compile, which needs a compiler on CPU
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        log.warning("no_compiler", effect="vLLM's sampler runs uncompiled, at about half the speed", remedy="install g++")
+        log.warning(
+            "no_compiler", effect="vLLM's sampler runs uncompiled, at about half the speed", remedy="install g++"
+        )
     if config.num_threads:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
@@ -85,11 +85,7 @@ class VllmEngine:
         return self._llm
 
     async def start(self) -> None:
-        """Load the model and label its weights version 0.
-
-        Raises:
-            ConfigError: no checkpoint at ``run.model``, or one that vLLM can't load.
-        """
+        """Load the model and label its weights version 0."""
         self._llm = await asyncio.to_thread(self._build)
         self._tokenizer = self._llm.get_tokenizer()
         await self._llm.update_weight_version("0")
@@ -98,10 +94,6 @@ class VllmEngine:
         self._counter.generated = 0
 
     def _build(self) -> AsyncLLM:
-        if not (Path(self.run.model) / "config.json").is_file():
-            raise ConfigError(
-                f"No Hugging Face checkpoint at {Path(self.run.model).resolve()} (run.model): config.json is missing."
-            )
         if not torch.cuda.is_available():
             _cpu_environment(self.config)
         os.environ[PARENT_ENV] = str(os.getpid())

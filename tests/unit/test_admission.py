@@ -25,9 +25,7 @@ def test_no_group_is_ever_trained_later_than_the_cap(seed, groups_per_step, max_
     ready: dict[int, bool] = {}
     overtaken: dict[int, int] = {}
     for _ in range(600):
-        room = max_admitted(
-            version, groups_per_step=groups_per_step, max_staleness=max_staleness, bypass_window=window
-        )
+        room = max_admitted(version, groups_per_step=groups_per_step, max_staleness=max_staleness, bypass_window=window)
         while trained + len(ready) < room:
             admitted_at[next_id], ready[next_id], overtaken[next_id] = version, False, 0
             next_id += 1

@@ -31,7 +31,9 @@ def test_an_unknown_key_is_named_with_the_known_ones():
 def test_all_problems_are_listed_at_once():
     with pytest.raises(ConfigError) as caught:
         load_config(QUICKSTART, ["run.seed=-1", "coordinator.group_size=0", "rollout.x=1"])
-    assert all(word in str(caught.value) for word in ("3 problem(s)", "run.seed", "coordinator.group_size", "rollout.x"))
+    assert all(
+        word in str(caught.value) for word in ("3 problem(s)", "run.seed", "coordinator.group_size", "rollout.x")
+    )
 
 
 @pytest.mark.parametrize(

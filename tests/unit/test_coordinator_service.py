@@ -1,0 +1,287 @@
+"""The coordinator's decisions, message by message, without a socket: what goes in and what is in the outbox after it."""
+
+import numpy as np
+import pytest
+
+from protocol import messages as m
+from protocol.codec import Received
+from protocol.config import RunConfig
+from protocol.tasks import Task, TestSuite
+from protocol.verdicts import JudgeResult, Verdict
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.journal import Journal
+from services.coordinator.service import Coordinator
+
+BROKEN = JudgeResult(verdict=Verdict.INFRA_ERROR, message="no disk")
+SUITE = TestSuite(kind="asserts", entry_point="f", code="assert f(1) == 1")
+V1 = m.VersionTag(version=1)
+
+
+class Desk:
+    """A coordinator and what it said to whom."""
+
+    def __init__(self, tmp_path, **changes):
+        run = RunConfig(id="r", dir=tmp_path, model=tmp_path)
+        values = {"tasks": "t", "group_size": 2, "groups_per_step": 1, "max_steps": 9, "max_staleness": 1}
+        tasks = [Task(task_id=str(i), prompt="p", tests=SUITE) for i in range(5)]
+        self.journal = Journal(tmp_path / "j.sqlite", run_id="r")
+        self.coordinator = Coordinator(
+            run, CoordinatorConfig(**values | changes), tasks, socket=None, journal=self.journal
+        )
+        self.seq = 0
+
+    def join(self, role, name, life=1, capacity=2):
+        hello = m.Hello(role=role, node_id=name, host="h", pid=life, capacity=capacity, holds=m.VersionTag(version=0))
+        return self.say(f"{name}#{life}", hello if role == "rollout" else hello.model_copy(update={"holds": None}))
+
+    def say(self, identity, message, **arrays):
+        """What the coordinator sends because of ``message``: [(identity, message)]."""
+        self.seq += 1
+        self.coordinator._handle(identity.encode(), Received(message, "r", self.seq, 0, arrays))
+        for group in self.coordinator.pool.admit():
+            self.coordinator._to_generate[group.group_id] = None
+        self.coordinator._dispatch()
+        self.coordinator._answer_learner()
+        outbox, self.coordinator._outbox = self.coordinator._outbox, []
+        return [(to.decode(), message) for to, message, _, _ in outbox]
+
+    def sample(self, identity, lease, index, **changes):
+        result = m.SampleResult(
+            lease_id=lease.lease_id,
+            group_id=lease.group_id,
+            sample_index=index,
+            text="x",
+            finish_reason="stop",
+            segments=changes.pop("segments", [m.Segment(version=0, num_tokens=3)]),
+        )
+        arrays = {
+            "prompt_ids": np.zeros(2, np.int32),
+            "completion_ids": np.zeros(3, np.int32),
+            "logprobs": np.zeros(3, np.float32),
+        }
+        return self.say(identity, result, **arrays | changes)
+
+
+@pytest.fixture
+def desk(tmp_path):
+    desk = Desk(tmp_path)
+    yield desk
+    desk.coordinator.pool.ledger.check(
+        buffered=desk.coordinator.pool.buffered_tokens, live_groups=len(desk.coordinator.pool.groups)
+    )
+    desk.journal.close()
+
+
+def of(kind, sent):
+    return [(to, message) for to, message in sent if isinstance(message, kind)]
+
+
+def test_a_sample_that_one_reward_node_failed_on_waits_for_another_that_is_busy(desk):
+    leases = of(m.GenerateLease, desk.join("rollout", "gen"))
+    desk.join("reward", "bad", capacity=1)
+    desk.join("reward", "good", capacity=1)
+    sent = [desk.sample("gen#1", leases[0][1], index) for index in (0, 1)]
+    scores = [(to, lease) for each in sent for to, lease in of(m.ScoreLease, each)]
+    busy = next(lease for to, lease in scores if to == "good#1")
+    failed = next(lease for to, lease in scores if to == "bad#1")
+    answer = m.ScoreResult(
+        lease_id=failed.lease_id, group_id=failed.group_id, sample_index=failed.sample_index, result=BROKEN
+    )
+    assert of(m.ScoreLease, desk.say("bad#1", answer)) == []
+    done = m.ScoreResult(
+        lease_id=busy.lease_id,
+        group_id=busy.group_id,
+        sample_index=busy.sample_index,
+        result=JudgeResult(verdict=Verdict.ACCEPTED, reward=1.0),
+    )
+    [(to, again)] = of(m.ScoreLease, desk.say("good#1", done))
+    assert (to, again.group_id, again.sample_index) == ("good#1", failed.group_id, failed.sample_index)
+
+
+def test_a_failure_of_the_judge_that_is_told_twice_counts_once(desk):
+    (_, lease), *_ = of(m.GenerateLease, desk.join("rollout", "gen"))
+    desk.join("reward", "judge", capacity=1)
+    [(_, score)] = of(m.ScoreLease, desk.sample("gen#1", lease, 0))
+    failure = m.ScoreResult(
+        lease_id=score.lease_id, group_id=score.group_id, sample_index=score.sample_index, result=BROKEN
+    )
+    for _ in range(2):
+        desk.say("judge#1", failure)
+    assert desk.coordinator.pool.groups[score.group_id].samples[score.sample_index].score_attempts == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"segments": []},
+        {"segments": [m.Segment(version=0, num_tokens=2)]},
+        {"logprobs": np.zeros(2, np.float32)},
+        {"completion_ids": np.zeros(3, np.int64)},
+        {"prompt_ids": np.zeros((2, 2), np.int32)},
+    ],
+)
+def test_a_sample_that_could_not_be_trained_on_costs_its_lease_an_attempt_and_nothing_else(desk, changes):
+    (_, lease), *_ = of(m.GenerateLease, desk.join("rollout", "gen"))
+    sent = desk.sample("gen#1", lease, 0, **changes)
+    assert [message.accepted for _, message in of(m.Ack, sent)] == [False]
+    assert desk.coordinator.state == "running"
+    assert desk.coordinator.pool.groups[lease.group_id].generate_attempts == 1
+    assert lease.group_id in [again.group_id for _, again in of(m.GenerateLease, sent)]
+
+
+def test_a_result_whose_acknowledgement_was_lost_is_counted_once(desk):
+    (_, lease), *_ = of(m.GenerateLease, desk.join("rollout", "gen"))
+    for _ in range(2):
+        [(_, ack)] = of(m.Ack, desk.sample("gen#1", lease, 0))
+        assert ack.accepted
+    assert desk.coordinator.pool.ledger.received == 3
+    assert desk.coordinator.members.nodes["gen"].delivered_tokens == 3
+
+
+def test_a_lease_whose_group_another_node_finished_is_over(desk):
+    first = of(m.GenerateLease, desk.join("rollout", "slow"))
+    lease = first[0][1]
+    for index in (0, 1):  # as if it had been given to another node in between
+        desk.sample("slow#1", lease.model_copy(update={"lease_id": "older"}), index, logprobs=np.ones(3, np.float32))
+    node = desk.coordinator.members.nodes["slow"]
+    assert lease.lease_id in node.lease_ids
+    [(_, ack)] = of(m.Ack, desk.sample("slow#1", lease, 0))
+    assert not ack.accepted
+    assert lease.lease_id not in node.lease_ids
+    assert desk.coordinator.pool.ledger.duplicate == 3
+
+
+def test_a_hello_that_is_said_twice_changes_nothing(desk):
+    leases = of(m.GenerateLease, desk.join("rollout", "gen"))
+    again = desk.join("rollout", "gen")
+    assert len(leases) == 2
+    assert of(m.GenerateLease, again) == []
+    assert len(of(m.Welcome, again)) == 1
+    assert len(desk.coordinator.members.nodes["gen"].lease_ids) == 2
+
+
+def test_a_node_that_comes_back_under_its_name_gives_up_what_it_had(desk):
+    leases = of(m.GenerateLease, desk.join("rollout", "gen"))
+    again = of(m.GenerateLease, desk.join("rollout", "gen", life=2))
+    assert {lease.group_id for _, lease in again} == {lease.group_id for _, lease in leases}
+    assert {to for to, _ in again} == {"gen#2"}
+
+
+def test_what_an_idle_node_generated_and_never_sent_is_written_off(desk):
+    desk.join("rollout", "gen", capacity=0)
+    for generated in (0, 100):
+        desk.say("gen#1", m.Heartbeat(capacity=0, counters={"generated_tokens": generated}))
+    assert desk.coordinator.pool.ledger.failed == 100
+    assert desk.coordinator.members.nodes["gen"].tokens_in_flight == 0
+
+
+# ---- weight updates ----
+
+
+def begin_update(desk, *nodes, only_fenced=False):
+    request = m.SyncRequest(tag=V1, stores=["h:1"], only_fenced=only_fenced)
+    plans = of(m.SyncPlan, desk.say("learner#1", request))
+    assert {to for to, _ in plans} == {"learner#1", *(f"{node}#1" for node in nodes)}
+    return plans[0][1]
+
+
+@pytest.fixture
+def trio(desk):
+    desk.join("learner", "learner")
+    for node in ("a", "b"):
+        desk.join("rollout", node)
+    return desk
+
+
+def finish_update(desk, plan, *nodes):
+    for node in nodes:
+        desk.say(f"{node}#1", m.SyncReady(sync_id=plan.sync_id))
+    sent = desk.say("learner#1", m.SyncReady(sync_id=plan.sync_id))
+    assert {to for to, _ in of(m.SyncGo, sent)} == {"learner#1", *(f"{node}#1" for node in nodes)}
+    for node in nodes:
+        desk.say(f"{node}#1", m.SyncDone(sync_id=plan.sync_id, receive_s=0, pause_s=0))
+    return of(m.SyncResult, desk.say("learner#1", m.SyncSent(sync_id=plan.sync_id, num_bytes=1, send_s=0)))
+
+
+def test_members_keep_their_groups_from_one_update_to_the_next(trio):
+    first = begin_update(trio, "a", "b")
+    assert len(finish_update(trio, first, "a", "b")) == 1
+    second = begin_update(trio, "a", "b")
+    assert second.sync_id != first.sync_id
+    assert second.group_key == first.group_key
+
+
+def test_a_group_key_is_never_used_again_after_a_failure(trio):
+    keys = [begin_update(trio, "a", "b")]
+    trio.say("learner#1", m.SyncFailed(sync_id=keys[0].sync_id, error="boom"))
+    keys.append(begin_update(trio, "a", "b"))
+    trio.say("a#1", m.SyncFailed(sync_id=keys[1].sync_id, error="boom"))
+    keys.append(begin_update(trio, "a", "b"))
+    trio.join("learner", "learner", life=2)
+    trio.join("learner", "learner", life=1)
+    keys.append(begin_update(trio, "a", "b"))
+    assert len({plan.group_key for plan in keys}) == 4
+
+
+def test_a_failure_before_all_is_sent_ends_the_waits_of_learner_and_nodes(trio):
+    plan = begin_update(trio, "a", "b")
+    aborted = of(m.SyncAborted, trio.say("b#1", m.SyncFailed(sync_id=plan.sync_id, error="boom")))
+    assert {to for to, _ in aborted} == {"learner#1", "a#1", "b#1"}
+    assert all("b: boom" in message.reason for _, message in aborted)
+
+
+def test_a_node_that_fails_twice_is_left_out_of_this_publication_and_asked_again_for_the_next(trio):
+    for _ in range(2):
+        plan = begin_update(trio, "a", "b")
+        trio.say("b#1", m.SyncFailed(sync_id=plan.sync_id, error="boom"))
+    [(_, result)] = finish_update(trio, begin_update(trio, "a"), "a")
+    assert result.acked == ["a"]
+    begin_update(trio, "a", "b")
+
+
+def test_a_node_that_restarts_within_an_update_ends_the_round(trio):
+    begin_update(trio, "a", "b")
+    aborted = of(m.SyncAborted, trio.join("rollout", "b", life=2))
+    assert {to for to, _ in aborted} == {"learner#1", "a#1"}
+
+
+def test_a_ready_that_is_said_twice_gets_its_go_twice(trio):
+    plan = begin_update(trio, "a", "b")
+    for node in ("a", "b", "learner"):
+        trio.say(f"{node}#1", m.SyncReady(sync_id=plan.sync_id))
+    assert [to for to, _ in of(m.SyncGo, trio.say("learner#1", m.SyncReady(sync_id=plan.sync_id)))] == ["learner#1"]
+
+
+def test_answers_to_an_update_that_is_over_change_nothing(trio):
+    plan = begin_update(trio, "a", "b")
+    trio.say("a#1", m.SyncFailed(sync_id=plan.sync_id, error="boom"))
+    current = begin_update(trio, "a", "b")
+    for message in (m.SyncReady(sync_id=plan.sync_id), m.SyncFailed(sync_id=plan.sync_id, error="late")):
+        [(to, aborted)] = trio.say("b#1", message)
+        assert isinstance(aborted, m.SyncAborted)
+        assert (to, aborted.sync_id) == ("b#1", plan.sync_id)
+    assert len(finish_update(trio, current, "a", "b")) == 1
+
+
+def test_sync_ids_never_repeat_over_a_restart_of_the_coordinator(tmp_path):
+    ids = []
+    for _ in range(2):
+        desk = Desk(tmp_path)
+        desk.join("learner", "learner")
+        desk.join("rollout", "a")
+        ids.append(begin_update(desk, "a").sync_id)
+        desk.journal._queue.put((desk.coordinator.pool.drain_records(), None))
+        desk.journal.close()
+    assert ids[0] < ids[1]
+
+
+def test_a_node_that_just_failed_is_not_asked_again_at_once(trio, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr("services.coordinator.service.time.monotonic", lambda: clock[0])
+    trio.coordinator.pool.version = 1
+    for name in ("a", "b"):
+        node = trio.coordinator.members.nodes[name]
+        node.failed_at = 1000.0
+    assert not trio.coordinator._want_resync()
+    clock[0] += 6
+    assert trio.coordinator._want_resync()
