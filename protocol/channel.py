@@ -26,6 +26,7 @@ from common.errors import ConfigError, PeerError, ProtocolError
 from common.waits import WaitTable
 from protocol.codec import MAX_ARRAY_BYTES, Array, Received, decode, encode
 from protocol.messages import Goodbye, Heartbeat, HeartbeatAck, Hello, Message, Refused, WaitInfo, Welcome
+from protocol.security import Keys
 
 log = structlog.get_logger()
 
@@ -44,8 +45,8 @@ def is_loopback(address: str) -> bool:
 class CoordinatorSocket:
     """ROUTER: messages in with the sender's identity, messages out to an identity. Bad frames are refused, not raised."""
 
-    def __init__(self, bind: str, run_id: str) -> None:
-        """Bind.
+    def __init__(self, bind: str, run_id: str, *, keys: Keys | None = None) -> None:
+        """Bind; with ``keys``, only their holders get in.
 
         Raises:
             ConfigError: the address is taken or malformed.
@@ -60,6 +61,9 @@ class CoordinatorSocket:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_ARRAY_BYTES)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._seq = itertools.count(1)
+        self._authenticator = None if keys is None else keys.authenticator(self._context)
+        if keys is not None:
+            keys.secure_server(self._socket)
         try:
             self._socket.bind(bind)
         except zmq.ZMQError as error:
@@ -103,6 +107,8 @@ class CoordinatorSocket:
     def close(self) -> None:
         """Close the socket; queued answers get up to one second to leave."""
         self._socket.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
         self._context.term()
 
 
@@ -120,7 +126,9 @@ class NodeChannel:
     Reconnection is inside: when the coordinator restarts, the node says hello again and sends its open requests again.
     """
 
-    def __init__(self, address: str, run_id: str, *, role: str, node_id: str, waits: WaitTable) -> None:
+    def __init__(
+        self, address: str, run_id: str, *, role: str, node_id: str, waits: WaitTable, keys: Keys | None = None
+    ) -> None:
         self.address = address
         self.role = role
         self.node_id = node_id
@@ -143,6 +151,8 @@ class NodeChannel:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_ARRAY_BYTES)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        if keys is not None:
+            keys.secure_client(self._socket)
         self._socket.connect(address)
         self._tasks: list[asyncio.Task[None]] = []
         self._loop_lag_ms = 0.0
@@ -163,7 +173,8 @@ class NodeChannel:
         except TimeoutError:
             raise PeerError(
                 f"No coordinator answers at {self.address} for {join_timeout_s:.0f} s. Start it (forebay coordinator), or "
-                "correct run.address in the config; run.join_timeout_s is how long a node waits for it."
+                "correct run.address in the config (with keys, run.key_file too, on both sides); run.join_timeout_s is how long a "
+                "node waits for it."
             ) from None
         self._tasks.append(asyncio.create_task(self._beat(join_timeout_s), name="heartbeat"))
         assert self.welcome is not None

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import Field, field_validator
 
 from common.config import StrictModel
+
+if TYPE_CHECKING:
+    from protocol.security import Keys
 
 
 class RunConfig(StrictModel):
@@ -16,6 +20,9 @@ class RunConfig(StrictModel):
     dir: Path = Path("runs")  # the run's own folder is dir/id
     model: Path  # Hugging Face checkpoint: weights, config.json, tokenizer with a chat template
     address: str = "tcp://127.0.0.1:5710"  # where nodes reach the coordinator
+    key_file: Path | None = (
+        None  # made by `forebay keys FILE`: encrypts and authenticates all connections to the coordinator
+    )
     seed: int = Field(default=0, ge=0)
     max_prompt_tokens: int = Field(default=512, gt=0)
     max_completion_tokens: int = Field(default=512, gt=0)
@@ -34,6 +41,16 @@ class RunConfig(StrictModel):
                 )
             return value
         raise ValueError("must be tcp://HOST:PORT or ipc://PATH")
+
+    def read_keys(self) -> Keys | None:
+        """The run's keys, or None when it has none.
+
+        Raises:
+            ConfigError: the key file can't be used.
+        """
+        from protocol.security import read_keys  # here, so that reading a config needs no ZeroMQ
+
+        return None if self.key_file is None else read_keys(self.key_file)
 
     @property
     def run_dir(self) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import structlog
 import zmq
@@ -34,14 +35,14 @@ class Keys(BaseModel):
     node_public: str = _Key
     node_secret: str = _Key
 
-    def secure_server(self, socket: zmq.Socket[bytes]) -> None:
+    def secure_server(self, socket: zmq.Socket[Any]) -> None:
         """Make a socket, before it binds, one that only holders of the node key can talk to."""
         socket.curve_server = True
         socket.curve_secretkey = self.server_secret.encode()
         socket.curve_publickey = self.server_public.encode()
         socket.zap_domain = b"forebay"
 
-    def secure_client(self, socket: zmq.Socket[bytes]) -> None:
+    def secure_client(self, socket: zmq.Socket[Any]) -> None:
         """Make a socket, before it connects, one that talks only to the run's coordinator."""
         socket.curve_serverkey = self.server_public.encode()
         socket.curve_publickey = self.node_public.encode()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from protocol.security import Keys
     from services.config import Config
 
 ROLES = ("coordinator", "rollout", "reward", "learner")
@@ -46,9 +47,15 @@ def parser() -> argparse.ArgumentParser:
         where = tool.add_mutually_exclusive_group(required=True)
         where.add_argument("--config", type=Path, help="the run's config, for its address")
         where.add_argument("--address", help="the coordinator's address, tcp://HOST:PORT")
+        tool.add_argument("--key-file", type=Path, help="with --address: the run's keys, if it has some")
         _add_set(tool)
         if name == "status":
             tool.add_argument("--json", action="store_true", help="everything, for programs")
+
+    keys = commands.add_parser(
+        "keys", help="make the key file of a run, which encrypts and authenticates its connections"
+    )
+    keys.add_argument("file", type=Path)
 
     evaluate = commands.add_parser("eval", help="solve rate of Hugging Face checkpoints on a task file")
     evaluate.add_argument("models", nargs="+", type=Path, metavar="MODEL")
@@ -135,26 +142,40 @@ def _check(args: argparse.Namespace) -> int:
     return 0
 
 
-def _address(args: argparse.Namespace) -> tuple[str, str]:
+def _where(args: argparse.Namespace) -> tuple[str, Keys | None]:
+    """Address and keys of the run that a tool is asked about."""
+    from protocol.security import read_keys
+
     if args.address:
-        return args.address, ""
-    config = _load(args)
-    return config.run.address, ""
+        return args.address, read_keys(args.key_file) if args.key_file else None
+    run = _load(args).run
+    return run.address, run.read_keys()
 
 
 def _status(args: argparse.Namespace) -> int:
     from services import view
 
-    return view.main(*_address(args), as_json=args.json)
+    address, keys = _where(args)
+    return view.main(address, keys=keys, as_json=args.json)
 
 
 def _stop(args: argparse.Namespace) -> int:
     from protocol.client import ask
     from protocol.messages import StopRequest
 
-    address, run_id = _address(args)
-    ask(address, run_id, StopRequest(reason="forebay stop"), timeout_s=10.0)
+    address, keys = _where(args)
+    ask(address, "", StopRequest(reason="forebay stop"), timeout_s=10.0, keys=keys)
     print(f"The run at {address} is stopping; go on with: forebay up --resume RUN_FOLDER")
+    return 0
+
+
+def _keys(args: argparse.Namespace) -> int:
+    from protocol.security import write_keys
+
+    write_keys(args.file)
+    print(
+        f"Keys of a run in {args.file}. Copy it to every machine of the run, for its user's eyes only, and set run.key_file to it."
+    )
     return 0
 
 
@@ -176,6 +197,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "check": _check,
     "status": _status,
     "stop": _stop,
+    "keys": _keys,
     "eval": _eval,
     "data": _data,
     **dict.fromkeys(ROLES, _role),

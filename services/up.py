@@ -166,6 +166,7 @@ class Fleet:
     def __init__(self, config: Config, run_dir: Path, console: Console) -> None:
         self.config, self.run_dir, self.console = config, run_dir, console
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        self._keys = config.run.read_keys()
         self._seen_nodes: set[str] = set()
         self._shown_step = 0
         self.coordinator = self._child("coordinator", "coordinator")
@@ -208,7 +209,7 @@ class Fleet:
                     else ForebayError(f"The coordinator did not come up (exit code {code}). {words}")
                 )
             try:
-                view.fetch(self.config.run.address, self.config.run.id, timeout_s=0.5)
+                view.fetch(self.config.run.address, self.config.run.id, keys=self._keys, timeout_s=0.5)
                 break
             except PeerError:
                 continue
@@ -252,7 +253,7 @@ class Fleet:
 
     def _status(self) -> view.Status | None:
         try:
-            return view.fetch(self.config.run.address, self.config.run.id, timeout_s=2.0)
+            return view.fetch(self.config.run.address, self.config.run.id, keys=self._keys, timeout_s=2.0)
         except PeerError:
             return None  # it is starting again or ending; ``watch`` sees which
 
@@ -281,6 +282,7 @@ class Fleet:
                 self.config.run.id,
                 StopRequest(reason="forebay up was interrupted"),
                 timeout_s=2.0,
+                keys=self._keys,
             )
         self._await_exit([*self.others, self.coordinator], self.config.up.stop_timeout_s)
 

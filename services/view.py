@@ -13,24 +13,25 @@ from rich.text import Text
 
 from protocol.client import ask
 from protocol.messages import StatusReply, StatusRequest
+from protocol.security import Keys
 
 Status = dict[str, Any]
 
 
-def fetch(address: str, run_id: str = "", *, timeout_s: float = 5.0) -> Status:
+def fetch(address: str, run_id: str = "", *, timeout_s: float = 5.0, keys: Keys | None = None) -> Status:
     """The coordinator's status.
 
     Raises:
         PeerError: nobody answers.
     """
-    reply = ask(address, run_id, StatusRequest(), timeout_s=timeout_s)
+    reply = ask(address, run_id, StatusRequest(), timeout_s=timeout_s, keys=keys)
     assert isinstance(reply, StatusReply)
     return dict(json.loads(reply.status_json))
 
 
-def main(address: str, run_id: str, *, as_json: bool) -> int:
+def main(address: str, *, keys: Keys | None, as_json: bool) -> int:
     """Body of ``forebay status``."""
-    status = fetch(address, run_id)
+    status = fetch(address, keys=keys)
     if as_json:
         print(json.dumps(status, indent=1))
     else:

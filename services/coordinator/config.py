@@ -14,7 +14,7 @@ class CoordinatorConfig(StrictModel):
     """What is trained on, in which order, and how long anything may take."""
 
     bind: str = ""  # what to listen on; empty: run.address
-    insecure: bool = False  # listen on a non-loopback address without encryption or authentication
+    insecure: bool = False  # listen on a non-loopback address without run.key_file
     tasks: Path
     shuffle: bool = True
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from protocol.messages import Heartbeat, Hello, WaitInfo
 from protocol.versions import VersionTag
+
+Reply = Callable[..., None]  # (identity, message, re=0, arrays=None): into the coordinator's outbox
 
 
 @dataclass(slots=True)

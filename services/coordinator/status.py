@@ -40,12 +40,12 @@ def build_status(coordinator: Coordinator) -> dict[str, Any]:
         },
         "staleness_counts": {str(age): count for age, count in sorted(pool.staleness_counts.items())},
         "max_staleness": coordinator.config.max_staleness,
-        "verdicts": dict(coordinator.verdicts),
+        "verdicts": dict(coordinator.leases.verdicts),
         "nodes": [_node(node, pool.version) for node in members.nodes.values()],
         "steps": [{"step": step, "at": at, **metrics} for step, at, metrics in coordinator.steps[-RECENT_STEPS:]],
         "first_rewards": [metrics.get("reward/mean", 0.0) for _, _, metrics in coordinator.steps[:5]],
-        "syncs": coordinator.sync_rounds[-RECENT_STEPS:],
-        "num_syncs": len(coordinator.sync_rounds),
+        "syncs": coordinator.updates.finished[-RECENT_STEPS:],
+        "num_syncs": len(coordinator.updates.finished),
         "export_dir": coordinator.export_dir,
     }
 

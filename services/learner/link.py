@@ -53,7 +53,12 @@ class Link:
 
     async def _join(self, checkpoint_step: int) -> m.Welcome:
         self._channel = NodeChannel(
-            self.run.address, self.run.id, role="learner", node_id=self._node_id, waits=self.waits
+            self.run.address,
+            self.run.id,
+            role="learner",
+            node_id=self._node_id,
+            waits=self.waits,
+            keys=self.run.read_keys(),
         )
         self._channel.hello_fields = lambda: {"checkpoint_step": checkpoint_step}
         self._channel.beat_fields = lambda: {"counters": self.counters}
@@ -86,7 +91,7 @@ class Link:
         """SIGINT and SIGTERM end the loop after the step at hand; a second one ends the process. Main thread only."""
 
         def on_signal(signum: int, _frame: Any) -> None:
-            if self._stop.is_set():
+            if self.signum is not None:  # not ``_stop``: the coordinator sets that, too
                 os._exit(128 + signum)
             self.signum = signum
             self._loop.call_soon_threadsafe(self._stop.set)

@@ -104,7 +104,7 @@ async def main(run: RunConfig, config: RewardConfig, *, node_id: str = "") -> in
     judge.start()
     try:
         node_id = node_id or f"reward-{socket.gethostname()}-{os.getpid()}"
-        channel = NodeChannel(run.address, run.id, role="reward", node_id=node_id, waits=waits)
+        channel = NodeChannel(run.address, run.id, role="reward", node_id=node_id, waits=waits, keys=run.read_keys())
         node = RewardNode(judge, channel, waits, num_workers=config.num_workers)
         try:
             if await stop.interrupts(channel.start(join_timeout_s=run.join_timeout_s)):

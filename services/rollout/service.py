@@ -212,7 +212,7 @@ async def main(run: RunConfig, config: RolloutConfig, *, node_id: str = "") -> i
         if stop.event.is_set():
             return stop.exit_code
         node_id = node_id or f"rollout-{socket.gethostname()}-{os.getpid()}"
-        channel = NodeChannel(run.address, run.id, role="rollout", node_id=node_id, waits=waits)
+        channel = NodeChannel(run.address, run.id, role="rollout", node_id=node_id, waits=waits, keys=run.read_keys())
         node = RolloutNode(run, config, engine, channel, waits)
         try:
             if await stop.interrupts(channel.start(join_timeout_s=run.join_timeout_s)):

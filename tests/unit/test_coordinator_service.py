@@ -38,10 +38,7 @@ class Desk:
         """What the coordinator sends because of ``message``: [(identity, message)]."""
         self.seq += 1
         self.coordinator._handle(identity.encode(), Received(message, "r", self.seq, 0, arrays))
-        for group in self.coordinator.pool.admit():
-            self.coordinator._to_generate[group.group_id] = None
-        self.coordinator._dispatch()
-        self.coordinator._answer_learner()
+        self.coordinator._give_out()
         outbox, self.coordinator._outbox = self.coordinator._outbox, []
         return [(to.decode(), message) for to, message, _, _ in outbox]
 
@@ -282,6 +279,6 @@ def test_a_node_that_just_failed_is_not_asked_again_at_once(trio, monkeypatch):
     for name in ("a", "b"):
         node = trio.coordinator.members.nodes[name]
         node.failed_at = 1000.0
-    assert not trio.coordinator._want_resync()
+    assert not trio.coordinator.updates.wanted(trio.coordinator.pool.version)
     clock[0] += 6
-    assert trio.coordinator._want_resync()
+    assert trio.coordinator.updates.wanted(trio.coordinator.pool.version)

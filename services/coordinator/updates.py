@@ -1,0 +1,186 @@
+"""Weight updates: runs the rounds of ``sync.py`` between the learner and the engines. Part of the coordinator, without I/O.
+
+A node that fails is fenced: it gets no leases until it holds the current version. It is tried again at the next version, or
+after ``UPDATE_AGAIN_S`` when the learner has nothing to train.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+
+import structlog
+
+from protocol import messages as m
+from protocol.codec import Received
+from services.coordinator.membership import Members, Node, Reply, is_current
+from services.coordinator.sync import StandingGroup, SyncRound, plan_round
+
+log = structlog.get_logger()
+
+MAX_FAILED_UPDATES = 2  # of a node in one publication: the first may be another's death, as this one saw it
+UPDATE_AGAIN_S = 5.0  # pause before a node that failed to take weights is tried again between two steps
+
+
+class WeightUpdates:
+    """See the module. ``boot`` counts the coordinator's starts: round ids never repeat, for nodes outlive this process."""
+
+    def __init__(
+        self, members: Members, *, timeout_s: float, boot: int, reply: Reply, on_progress: Callable[[], None]
+    ) -> None:
+        self._members, self._timeout_s, self._reply, self._on_progress = members, timeout_s, reply, on_progress
+        self._sync_ids = itertools.count(boot * 1_000_000 + 1)
+        self._round: SyncRound | None = None
+        self._standing = StandingGroup()
+        self.finished: list[dict[str, float]] = []
+
+    def new_learner(self) -> None:
+        """Another process sends from now on: no group that stands is its."""
+        self._standing.break_up()
+        for rollout in self._members.of_role("rollout"):
+            rollout.num_failed_updates = 0
+
+    def node_left(self, node: Node, reason: str) -> None:
+        """A node is gone; the round at hand may have needed it."""
+        if self._round is None:
+            return
+        if node.role == "learner":
+            self.abort(f"the learner {node.node_id} went away")
+        elif node.node_id in self._round.members:
+            self.fail_member(self._round, node.node_id, f"went away: {reason}")
+
+    def expire(self, now: float) -> None:
+        """End a round that is past its deadline."""
+        if self._round is None or now <= self._round.deadline:
+            return
+        round_, late = self._round, self._round.missing()
+        for node_id in late:
+            self.fail_member(round_, node_id, "did not finish within run.sync_timeout_s", at_fault=True)
+        if not late:
+            self.abort("the learner did not finish within run.sync_timeout_s")
+
+    def on_request(self, node: Node, message: m.SyncRequest, received: Received) -> None:
+        """The learner wants to publish: plan a round."""
+        if self._round is not None:
+            self.abort("the learner began another update")
+        receivers = [
+            n
+            for n in self._members.of_role("rollout")
+            if not (message.only_fenced and is_current(n, message.tag.version))
+            and n.num_failed_updates < MAX_FAILED_UPDATES
+        ]
+        now = time.monotonic()
+        self._round, plan = plan_round(
+            next(self._sync_ids), message, receivers, self._standing, now=now, timeout_s=self._timeout_s
+        )
+        self._reply(node.identity, plan, received.seq)
+        for receiver in receivers:
+            self._reply(receiver.identity, plan)
+
+    def on_ready(self, node: Node, message: m.SyncReady, received: Received) -> None:
+        """A side has its groups."""
+        if (round_ := self._round_of(message.sync_id, node, received)) is None:
+            return
+        if node.role == "learner":
+            round_.learner_ready_seq = received.seq
+            if round_.went:  # the answer was lost on its way
+                self._reply(node.identity, m.SyncGo(sync_id=round_.sync_id), received.seq)
+        else:
+            round_.ready.add(node.node_id)
+            self._reply(node.identity, m.Ack(), received.seq)
+        self._advance()
+
+    def on_done(self, node: Node, message: m.SyncDone, received: Received) -> None:
+        """A node holds the new version."""
+        if (round_ := self._round_of(message.sync_id, node, received)) is None:
+            return
+        round_.done[node.node_id] = message.pause_s
+        node.holds, node.fenced_reason = round_.tag, ""
+        self._reply(node.identity, m.Ack(), received.seq)
+        self._advance()
+
+    def on_failed(self, node: Node, message: m.SyncFailed, received: Received) -> None:
+        """A side could not go on."""
+        if (round_ := self._round_of(message.sync_id, node, received)) is None:
+            return
+        self._reply(node.identity, m.Ack(), received.seq)
+        if node.role == "learner":
+            self.abort(f"the learner failed: {message.error}")
+        else:
+            self.fail_member(round_, node.node_id, message.error)
+
+    def on_sent(self, node: Node, message: m.SyncSent, received: Received) -> None:
+        """All bytes are out."""
+        if (round_ := self._round_of(message.sync_id, node, received)) is None:
+            return
+        round_.learner_sent_seq = received.seq
+        round_.num_bytes, round_.send_s = message.num_bytes, message.send_s
+        self._advance()
+
+    def _round_of(self, sync_id: int, node: Node, received: Received) -> SyncRound | None:
+        if self._round is not None and self._round.sync_id == sync_id:
+            return self._round
+        self._reply(node.identity, m.SyncAborted(sync_id=sync_id, reason="that weight update is over"), received.seq)
+        return None
+
+    def fail_member(self, round_: SyncRound, node_id: str, error: str, *, at_fault: bool = False) -> None:
+        """Note a node's failure, and what follows from it."""
+        log.warning("weight_update_failed", node=node_id, tag=str(round_.tag), error=error)
+        round_.failed[node_id] = error
+        if node := self._members.nodes.get(node_id):
+            node.fenced_reason, node.failed_at = error, time.monotonic()
+            node.num_failed_updates += MAX_FAILED_UPDATES if at_fault else 1
+        self._advance()
+
+    def _advance(self) -> None:
+        """Send what the state of the round allows: go, abort, or the result."""
+        round_ = self._round
+        learner = next(iter(self._members.of_role("learner")), None)
+        if round_ is None or learner is None:
+            return
+        if round_.failed and not round_.learner_sent_seq:
+            self.abort("; ".join(f"{node}: {error}" for node, error in round_.failed.items()))
+        elif not round_.went and round_.all_ready:
+            round_.went = True
+            self._reply(learner.identity, m.SyncGo(sync_id=round_.sync_id), round_.learner_ready_seq)
+            for node_id in round_.members:
+                self._reply(self._members.nodes[node_id].identity, m.SyncGo(sync_id=round_.sync_id))
+        elif round_.settled and round_.learner_sent_seq:
+            self._finish(round_, learner)
+
+    def _finish(self, round_: SyncRound, learner: Node) -> None:
+        self.finished.append(round_.record(time.monotonic()))
+        acked = sorted(set(round_.done) - set(round_.failed))
+        result = m.SyncResult(sync_id=round_.sync_id, acked=acked, failed=round_.failed)
+        self._reply(learner.identity, result, round_.learner_sent_seq)
+        self._round = None
+        if round_.failed:
+            self._standing.break_up()
+        if acked:
+            self._on_progress()
+        for node in self._members.of_role("rollout"):
+            node.num_failed_updates = 0  # the next publication tries everybody again
+
+    def abort(self, reason: str) -> None:
+        """Call the round off, for everybody."""
+        round_, self._round = self._round, None
+        if round_ is None:
+            return
+        log.warning("sync_aborted", tag=str(round_.tag), reason=reason)
+        self._standing.break_up()
+        message = m.SyncAborted(sync_id=round_.sync_id, reason=reason)
+        for node_id in round_.members:
+            if node := self._members.nodes.get(node_id):
+                self._reply(node.identity, message)
+        for learner in self._members.of_role("learner"):
+            waiting = round_.learner_sent_seq or (0 if round_.went else round_.learner_ready_seq)
+            self._reply(learner.identity, message, waiting)
+
+    def wanted(self, version: int) -> bool:
+        """Some live engine has no valid weights and hasn't just failed to take them."""
+        now = time.monotonic()
+        return self._round is None and any(
+            not is_current(node, version) and now - node.failed_at > UPDATE_AGAIN_S
+            for node in self._members.of_role("rollout")
+        )
