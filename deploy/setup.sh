@@ -62,6 +62,6 @@ PY
   $PIP install -qq -c deploy/constraints.txt -e '.[reward]'
 fi
 $VENV/bin/python -c 'import torch, vllm, megatron.core' 2> /dev/null || $VENV/bin/python -c 'import torch, vllm, megatron.core'
-command -v g++ > /dev/null || say "Note: no g++ here; vLLM on CPU compiles its sampler with it and runs at half speed without (apt-get install g++)"
+command -v g++ > /dev/null || say "Note: no g++ here; vLLM on CPU compiles its sampler with it, and samples slower without (apt-get install g++)"
 echo "$WANT" > "$STAMP"
 say "Set-up is complete in $((SECONDS - started)) s"

@@ -145,6 +145,8 @@ def final_tables(summary: Status, *, log_dir: str) -> RenderableType:
 def _outcome(summary: Status, log_dir: str) -> RenderableType:
     rewards = [row["reward/mean"] for row in summary["steps"] if "reward/mean" in row]
     table = Table(title=f"Run {summary['run_id']}: {summary['state']}", show_header=False, title_justify="left")
+    table.add_column()
+    table.add_column(overflow="fold")
     first, last = summary["first_rewards"][:5], rewards[-5:]
     if first:
         table.add_row("reward, first 5 steps", f"{fmean(first):.3f}")

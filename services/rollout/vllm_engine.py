@@ -41,9 +41,7 @@ def _cpu_environment(config: RolloutConfig) -> None:
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(config.cpu_kv_cache_gib)
     if shutil.which("g++") is None:  # vLLM compiles its sampler with torch.compile, which needs a compiler on CPU
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        log.warning(
-            "no_compiler", effect="vLLM's sampler runs uncompiled, at about half the speed", remedy="install g++"
-        )
+        log.warning("no_compiler", effect="vLLM's sampler runs uncompiled, and slower", remedy="install g++")
     if config.num_threads:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
@@ -109,6 +107,7 @@ class VllmEngine:
             logprobs_mode="processed_logprobs",
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             seed=self.run.seed,
+            use_tqdm_on_load=False,
             disable_log_stats=False,  # the ledger's count of tokens comes from the stats
         )
         return AsyncLLM.from_engine_args(args, stat_loggers=[self._counter])
