@@ -14,7 +14,7 @@ import itertools
 import os
 import socket
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,6 +202,20 @@ class NodeChannel:
     async def tell(self, message: Message) -> None:
         """Send without waiting for the answer (which is read and dropped)."""
         await self._socket.send_multipart(encode(message, run_id=self.run_id, seq=next(self._seq)), copy=False)
+
+    async def guard(self, body: Coroutine[Any, Any, None]) -> None:
+        """Run ``body``, a node's loop over ``pushes``, to its end.
+
+        Raises:
+            PeerError: the line failed first (and ``body`` was cancelled); or whatever ``body`` raises.
+        """
+        task = asyncio.create_task(body)
+        try:
+            await asyncio.wait([task, self.failed], return_when=asyncio.FIRST_COMPLETED)
+            (self.failed if self.failed.done() else task).result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def beat_now(self) -> None:
         """A heartbeat at once, after the node's capacity, leases or version changed."""

@@ -46,21 +46,12 @@ class RewardNode:
 
     async def serve(self, stop: StopSignal) -> None:
         """Until the coordinator says ``Shutdown``, or ``stop``: then no new leases are taken and the open ones finished."""
-        pushes = asyncio.create_task(self._serve_pushes())
-        stopped = asyncio.create_task(stop.event.wait())
         try:
-            await asyncio.wait([pushes, stopped, self.channel.failed], return_when=asyncio.FIRST_COMPLETED)
-            if self.channel.failed.done():
-                self.channel.failed.result()
-            if pushes.done():
-                pushes.result()
-            elif self._leases:
+            if await stop.interrupts(self.channel.guard(self._serve_pushes())) and self._leases:
                 self.channel.capacity = 0
                 await self.channel.beat_now()
                 await asyncio.wait(list(self._leases.values()), timeout=5.0)
         finally:
-            pushes.cancel()
-            stopped.cancel()
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _serve_pushes(self) -> None:

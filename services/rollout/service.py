@@ -54,18 +54,11 @@ class RolloutNode:
 
     async def serve(self, stop: StopSignal) -> None:
         """Until the coordinator says ``Shutdown``, or ``stop``: then unfinished leases are given back."""
-        pushes = asyncio.create_task(self._serve_pushes())
-        stopped = asyncio.create_task(stop.event.wait())
         try:
-            await asyncio.wait([pushes, stopped, self.channel.failed], return_when=asyncio.FIRST_COMPLETED)
-            if self.channel.failed.done():
-                self.channel.failed.result()
-            if pushes.done():
-                pushes.result()
+            await stop.interrupts(self.channel.guard(self._serve_pushes()))
         finally:
-            for task in (pushes, stopped, self._sync):
-                if task is not None:
-                    task.cancel()
+            if self._sync is not None:
+                self._sync.cancel()  # not awaited: it may sit in a broadcast, and the engine is about to close
             await self._drain()
 
     async def _serve_pushes(self) -> None:

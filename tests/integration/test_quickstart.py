@@ -67,11 +67,11 @@ def test_the_trained_checkpoint_loads_in_plain_transformers(tmp_path):
     code = (
         "import sys, transformers as t; m = t.AutoModelForCausalLM.from_pretrained(sys.argv[1]); "
         "k = t.AutoTokenizer.from_pretrained(sys.argv[1]); "
-        "ids = k.apply_chat_template([{'role': 'user', 'content': 'Write a function f(x) that returns x plus 1.'}], "
+        "ids = k.apply_chat_template([{'role': 'user', 'content': 'Write a function load_case(x) that returns x minus 5.'}], "
         "add_generation_prompt=True, return_tensors='pt', return_dict=True); "
         "print(k.decode(m.generate(**ids, max_new_tokens=40, do_sample=False)[0]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(run_dir / "export")], capture_output=True, text=True, timeout=120
     )
-    assert "def f(x)" in done.stdout, done.stdout + done.stderr
+    assert "def load_case(x):" in done.stdout, done.stdout + done.stderr
