@@ -38,7 +38,7 @@ format: setup ## let ruff rewrite
 	@.venv/bin/ruff format .
 
 bench: setup ## the measurements of bench/
-	@$(PY) bench/sandbox.py
+	@$(PY) -m bench.sandbox
 
 clean: ## remove what set-up and runs made
 	rm -rf .venv runs models build *.egg-info

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import gzip
 import json
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,21 @@ def convert_line(record: dict[str, Any]) -> Task:
         task_id=record["task_id"],
         prompt=PROMPT.format(stub=record["prompt"].strip()),
         tests=TestSuite(kind="check", entry_point=record["entry_point"], code=record["test"]),
-        reference=record["prompt"] + record["canonical_solution"] if "canonical_solution" in record else None,
+        reference=_reference(record["prompt"], record.get("canonical_solution", "")),
     )
+
+
+def _reference(prompt: str, solution: str) -> str | None:
+    """The whole reference solution. MBPP indents it otherwise than the docstring before it, which then has to go."""
+    without_docstring = re.sub(r"^ *('''|\"\"\").*?\1 *\n", "", prompt, flags=re.DOTALL | re.MULTILINE)
+    for code in (prompt + solution, without_docstring + solution):
+        with warnings.catch_warnings(action="ignore"):  # of the references' own escapes
+            try:
+                ast.parse(code)
+            except SyntaxError:
+                continue
+        return code if solution else None
+    return None
 
 
 def convert(source: Path, target: Path) -> int:
