@@ -16,14 +16,9 @@ from common.errors import ForebayError
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel for SIGTERM when the parent dies, so that no role outlives a killed ``forebay up`` (Linux only).
-
-    The parent may have died before the call: then its pid isn't ours any more, and this process ends at once.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        sys.exit(128 + signal.SIGTERM)
+def die_with_parent(signum: int) -> None:
+    """Ask the kernel to send this process ``signum`` when its parent dies (Linux): no role outlives a killed parent."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
 
 
 class StopSignal:

@@ -7,7 +7,7 @@ Ctrl-C reaches only this process, which then ends the run through the coordinato
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import functools
 import os
 import shutil
 import signal
@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.live import Live
 
 from common.errors import ConfigError, ForebayError, PeerError
+from common.lifecycle import die_with_parent
 from protocol.client import ask
 from protocol.messages import StopRequest
 from services import view
@@ -33,10 +34,6 @@ POLL_S = 0.5
 START_TIMEOUT_S = 30.0
 DONE = (0, 130, 143)  # it ended in order, by itself or because somebody told it to
 NOT_RESTARTED = (2, 3, 6, 7)  # an error that would come again (common/errors.py)
-
-
-def _tie_to_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG, prctl(2)
 
 
 @dataclass
@@ -63,7 +60,7 @@ class Child:
             stdout=log_file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_tie_to_parent,  # this process has no threads when it spawns
+            preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),  # this process has no threads when it spawns
         )
 
     @property

@@ -63,18 +63,21 @@ class Rates:
         return rates
 
 
+def _show(row: dict[str, Any], key: str, form: str) -> str:
+    """A metric of a step; what the step didn't measure is a dash."""
+    return form.format(row[key]) if key in row else "-"
+
+
 def step_line(row: dict[str, Any]) -> str:
-    """One committed step as one line of text. What a step without signal didn't measure is a dash."""
-
-    def show(key: str, form: str) -> str:
-        return form.format(row[key]) if key in row else "-"
-
+    """One committed step as one line of text."""
     trained = row.get("train/num_tokens", 0.0) / max(row.get("time/train_s", 0.0), 1e-9)
     return (
-        f"step {row['step']:>4}  reward {show('reward/mean', '{:.3f}')}  no-signal {show('reward/no_signal_groups', '{:4.0%}')}  "
-        f"staleness {show('staleness/mean', '{:.2f}')} (max {show('staleness/max', '{:.0f}')})  "
-        f"log-prob gap {show('train/logprob_gap_mean', '{:.4f}')}  grad {show('train/grad_norm', '{:.3f}')}  "
-        f"train {show('time/train_s', '{:.2f}')} s ({trained:.0f} tok/s)  publish {show('time/publish_s', '{:.2f}')} s"
+        f"step {row['step']:>4}  reward {_show(row, 'reward/mean', '{:.3f}')}  "
+        f"no-signal {_show(row, 'reward/no_signal_groups', '{:4.0%}')}  "
+        f"staleness {_show(row, 'staleness/mean', '{:.2f}')} (max {_show(row, 'staleness/max', '{:.0f}')})  "
+        f"log-prob gap {_show(row, 'train/logprob_gap_mean', '{:.4f}')}  grad {_show(row, 'train/grad_norm', '{:.3f}')}  "
+        f"train {_show(row, 'time/train_s', '{:.2f}')} s ({trained:.0f} tok/s)  "
+        f"publish {_show(row, 'time/publish_s', '{:.2f}')} s"
     )
 
 
@@ -94,9 +97,10 @@ def _headline(status: Status) -> RenderableType:
         f"{status['state']}, up {status['uptime_s']:.0f} s",
     )
     table.add_row(
-        f"reward {last.get('reward/mean', float('nan')):.3f}" if last else "reward -",
-        f"staleness {last.get('staleness/mean', 0.0):.2f} (max {last.get('staleness/max', 0.0):.0f}, cap {status['max_staleness']})",
-        f"log-prob gap {last.get('train/logprob_gap_mean', 0.0):.4f}",
+        f"reward {_show(last, 'reward/mean', '{:.3f}')}",
+        f"staleness {_show(last, 'staleness/mean', '{:.2f}')} (max {_show(last, 'staleness/max', '{:.0f}')}, "
+        f"cap {status['max_staleness']})",
+        f"log-prob gap {_show(last, 'train/logprob_gap_mean', '{:.4f}')}",
     )
     table.add_row(
         f"buffer: {groups['ready']} ready, {groups['open']} open, {groups['batched']} in training",

@@ -124,11 +124,6 @@ class Journal:
         self._queue.put((records, future))
         return future
 
-    def set_meta(self, key: str, value: str) -> asyncio.Future[None]:
-        """Durably set one value of ``meta``."""
-        self.meta[key] = value
-        return self.submit([Record("meta", (key, value))])
-
     def _write_loop(self) -> None:
         while (item := self._queue.get()) is not None:
             batch, stop = [item], False

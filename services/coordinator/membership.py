@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -66,7 +65,6 @@ class Members:
     def __init__(self) -> None:
         self.nodes: dict[str, Node] = {}
         self.leases: dict[str, Lease] = {}
-        self.joined: Counter[str] = Counter()  # by role, over the whole life of this coordinator
         self._boot = uuid.uuid4().hex[:8]  # lease ids never repeat, not even over restarts
         self._next = itertools.count(1)
 
@@ -87,7 +85,6 @@ class Members:
             checkpoint_step=hello.checkpoint_step,
         )
         self.nodes[node.node_id] = node
-        self.joined[node.role] += 1
         return node
 
     def leave(self, node_id: str) -> tuple[Node | None, list[Lease]]:

@@ -100,11 +100,6 @@ class Link:
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, on_signal)
 
-    @property
-    def stopping(self) -> bool:
-        """Whether a signal or the coordinator asked for the end."""
-        return self._stop.is_set()
-
     def next_work(self, step: int) -> Received | None:
         """The answer to ``BatchRequest(step)``: Batch, Resync or EndOfData. None: stop."""
         return self._call(self._next_work(step))

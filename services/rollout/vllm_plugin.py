@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 
+from common.lifecycle import die_with_parent
+
 BACKEND = "forebay"
 PARENT_ENV = "FOREBAY_ROLLOUT_PID"  # set by a rollout node for its engine processes
-
-_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def register() -> None:
@@ -20,4 +19,4 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, "services.rollout.weight_receiver", "WeightReceiver")
     node_pid = os.environ.get(PARENT_ENV)
     if node_pid and int(node_pid) != os.getpid():
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        die_with_parent(signal.SIGKILL)
