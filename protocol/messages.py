@@ -4,6 +4,8 @@ Direction is in the section headings. Fields are only ever added, at the end and
 raises ``PROTOCOL_VERSION``, and the golden bytes in ``tests/unit/test_golden_messages.py`` change with it. Arrays never
 stand in a field: they travel as frames of their own (``protocol.codec``), and each docstring says which.
 
+The file is long because it holds every message and nothing else: what can be said is read in one place.
+
 Three outcomes are three messages: ``EndOfData`` (there is no more), ``LeaseCancelled`` (not wanted any more),
 ``LeaseFailed`` (could not be done). An empty queue is none of them: then nothing is sent.
 """

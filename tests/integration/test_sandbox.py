@@ -1,6 +1,7 @@
 """The judge over real sandboxed processes: every verdict, hostile programs, limits, and nothing left behind.
 
 ``test_hostile`` has a program for each line of the list in ``services/reward/sandbox/pool.py``.
+Long, because the lists of verdicts, limits and attacks are long, and each line of them has its test here.
 """
 
 from __future__ import annotations
