@@ -83,6 +83,10 @@ def _check_files(config: Config) -> list[str]:
         problems.append(
             f"coordinator.tasks: no file at {config.coordinator.tasks.resolve()}. Convert data with forebay data convert."
         )
+    try:
+        config.run.read_keys()
+    except ConfigError as error:
+        problems.append(f"run.key_file: {error}")
     return problems
 
 

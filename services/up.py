@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import shutil
 import signal
@@ -151,8 +152,6 @@ def _prepare(config_path: Path | None, resume: Path | None, overrides: list[str]
 
 
 def _read_summary(run_dir: Path) -> view.Status | None:
-    import json
-
     path = run_dir / "summary.json"
     return json.loads(path.read_text()) if path.is_file() else None
 

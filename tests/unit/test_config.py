@@ -54,6 +54,7 @@ def test_impossible_values_are_refused(override, words):
     ("override", "words"),
     [
         ("run.model=nowhere", "no Hugging Face checkpoint"),
+        ("run.key_file=nowhere", "forebay keys"),
         ("coordinator.tasks=nowhere.jsonl", "no file at"),
         ("run.max_completion_tokens=100000", "lower them by"),
         ("learner.parallel.tensor=3", "use one of"),
