@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from protocol.tasks import Limits, TestSuite
+from protocol.suites import AssertSuite, CheckSuite, Limits, TestSuite
 from services.reward.config import RewardConfig
 from services.reward.judge import Judge
 
@@ -38,7 +38,7 @@ def mbpp() -> list[Job]:
     jobs = []
     for row in rows:
         head = re.sub(r"^    '''.*?'''\n", "", row["prompt"], flags=re.DOTALL | re.MULTILINE)
-        suite = TestSuite(
+        suite = CheckSuite(
             kind="check", entry_point=row["entry_point"], code=row["test"], limits=Limits(cpu_s=10, wall_s=30)
         )
         jobs.append((head + row["canonical_solution"], suite))
@@ -72,8 +72,8 @@ def main() -> None:
     config = RewardConfig(workers=args.workers)
     judge = Judge(config)
     judge.start()
-    inline = TestSuite(kind="asserts", entry_point="f", code=ASSERTS)
-    remote = TestSuite(kind="asserts", entry_point="f", code=f"for _ in range(1):\n    pass\n{ASSERTS}")
+    inline = AssertSuite(kind="asserts", entry_point="f", code=ASSERTS)
+    remote = AssertSuite(kind="asserts", entry_point="f", code=f"for _ in range(1):\n    pass\n{ASSERTS}")
     workloads = {
         "trivial, inline": [(SOLUTION, inline)] * args.jobs,
         "trivial, remote": [(SOLUTION, remote)] * args.jobs,

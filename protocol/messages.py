@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from protocol.tasks import TestSuite
+from protocol.suites import TestSuite
 from protocol.verdicts import JudgeResult
 from protocol.versions import Segment, VersionTag
 

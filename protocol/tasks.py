@@ -4,38 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.errors import ConfigError
-
-
-class Limits(BaseModel):
-    """Limits of one execution. CPU time is what counts; wall time is a backstop against sleeping programs."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    cpu_s: float = Field(default=2.0, gt=0, le=3600)
-    wall_s: float = Field(default=8.0, gt=0, le=7200)
-    memory_mib: int = Field(default=512, ge=16, le=65536)
-    output_kib: int = Field(default=1024, ge=1, le=65536)
-
-
-class TestSuite(BaseModel):
-    """How a completion is judged.
-
-    ``asserts``: ``code`` is assert statements that call the function by its name. ``check``: ``code`` defines
-    ``check(candidate)``, as HumanEval and MBPP do, and is called with the function named ``entry_point``.
-    """
-
-    __test__ = False  # the name starts with "Test", but pytest has nothing to collect here
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    kind: Literal["asserts", "check"]
-    entry_point: str = Field(min_length=1)
-    code: str = Field(min_length=1)
-    limits: Limits = Limits()
+from protocol.suites import TestSuite
 
 
 class Task(BaseModel):
@@ -74,7 +47,7 @@ def load_tasks(path: Path) -> list[Task]:
             where = ".".join(str(part) for part in first["loc"]) or "the line"
             raise ConfigError(
                 f"{path}:{number} is not a task: {where}: {first['msg']}. A line is "
-                '{"task_id", "prompt", "tests": {"kind", "entry_point", "code"}}; other formats: forebay data convert.'
+                '{"task_id", "prompt", "tests": {"kind", ...}} (services/reward/README.md); other formats: forebay data convert.'
             ) from None
         if task.task_id in tasks:
             raise ConfigError(f"{path}:{number} repeats the task_id {task.task_id!r}. Ids must be unique in a file.")

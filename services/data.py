@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from protocol.tasks import Task, TestSuite
+from protocol.suites import CheckSuite
+from protocol.tasks import Task
 
 PROMPT = "Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{stub}\n```"
 
@@ -25,7 +26,7 @@ def convert_line(record: dict[str, Any]) -> Task:
     return Task(
         task_id=record["task_id"],
         prompt=PROMPT.format(stub=record["prompt"].strip()),
-        tests=TestSuite(kind="check", entry_point=record["entry_point"], code=record["test"]),
+        tests=CheckSuite(kind="check", entry_point=record["entry_point"], code=record["test"]),
         reference=_reference(record["prompt"], record.get("canonical_solution", "")),
     )
 

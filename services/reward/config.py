@@ -12,9 +12,15 @@ from common.config import StrictModel
 
 
 class RewardWeights(StrictModel):
-    """Weights of the parts of a reward; the reward is the weighted sum, so it lies in [0, 1]."""
+    """Weights of the parts of a reward. The reward is the weighted mean of the parts that a suite has, so it lies in [0, 1]."""
 
     correctness: float = Field(default=1.0, gt=0, le=1)
+    readability: float = Field(
+        default=0.0, ge=0, le=1
+    )  # counts in the measure of correctness: wrong code earns nothing by it
+    efficiency: float = Field(
+        default=0.0, ge=0, le=1
+    )  # of accepted programs whose suite has a ``solution`` to measure by
 
 
 class RewardConfig(StrictModel):
@@ -25,6 +31,9 @@ class RewardConfig(StrictModel):
     correctness: Literal["all", "fraction"] = "all"  # 1 if every test passed else 0, or the passed fraction
     unsafe: bool = False  # True: judge even where this node offers no isolation at all
     max_completion_kib: int = Field(default=256, ge=1, le=16384)  # longer completions are a compile_error
+    max_memory_mib: int = Field(default=4096, ge=64)  # a suite that allows its programs more is refused here
+    cache_size: int = Field(default=20_000, ge=0)  # verdicts kept, of those that would come out the same again
+    graders: list[str] = []  # entry points of ``forebay.graders`` that suites of kind ``custom`` may name
     python: str = ""  # interpreter that runs candidates; "": the base interpreter of this process
 
     @property

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from protocol.tasks import Limits, TestSuite
+from protocol.suites import AssertSuite, Limits, TestSuite
 from protocol.verdicts import JudgeResult, Verdict
 from services.reward.config import RewardConfig
 from services.reward.extraction import extract_code
@@ -31,7 +31,7 @@ _JOBS_PER_WORKER = 5000  # then a fresh one, so that nothing can pile up in it
 _NUM_ATTEMPTS = 2  # of a judgement whose worker died, each on fresh workers
 _TESTS_EXTRA_S = 10.0  # the tests' own process gets this on top of the candidate's limits
 _TESTS_MEMORY_MIB = 512
-_SELF_TEST = TestSuite(
+_SELF_TEST = AssertSuite(
     kind="asserts", entry_point="probe", code="assert probe(20, 22) == 42", limits=Limits(cpu_s=10, wall_s=20)
 )
 
@@ -308,7 +308,7 @@ def _run_remote(
     extra = limits.model_copy(
         update={
             "cpu_s": limits.cpu_s + _TESTS_EXTRA_S,
-            "wall_s": limits.wall_s + _TESTS_EXTRA_S,
+            "wall_s": limits.wall_limit_s + _TESTS_EXTRA_S,
             "memory_mib": max(limits.memory_mib, _TESTS_MEMORY_MIB),
         }
     )

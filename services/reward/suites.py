@@ -18,7 +18,7 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any
 
-from protocol.tasks import TestSuite
+from protocol.suites import TestSuite
 
 _PURE: dict[str, Any] = {
     function.__name__: function

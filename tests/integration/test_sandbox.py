@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from protocol.tasks import Limits, TestSuite
+from protocol.suites import AssertSuite, CheckSuite, Limits, TestSuite
 from protocol.verdicts import JudgeResult, Verdict
 from services.reward.config import RewardConfig
 from services.reward.judge import Judge
@@ -31,10 +31,10 @@ from services.reward.judge import Judge
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 CANARY = 918273645
 LIMITS = Limits(cpu_s=1.0, wall_s=4.0, memory_mib=256, output_kib=64)
-INLINE = TestSuite(
+INLINE = AssertSuite(
     kind="asserts", entry_point="f", code=f"assert f(1, 2) == 3\nassert f({CANARY}, 0) == {CANARY}", limits=LIMITS
 )
-REMOTE = TestSuite(
+REMOTE = CheckSuite(
     kind="check",
     entry_point="f",
     code=f"def check(candidate):\n    for a in (1, {CANARY}):\n        assert candidate(a, 2) == a + 2",
@@ -59,7 +59,7 @@ def fenced(code: str) -> str:
 
 
 def suite_of(code: str, **limits: Any) -> TestSuite:
-    return TestSuite(kind="asserts", entry_point="f", code=code, limits=LIMITS.model_copy(update=limits))
+    return AssertSuite(kind="asserts", entry_point="f", code=code, limits=LIMITS.model_copy(update=limits))
 
 
 # --- each verdict ---
@@ -341,11 +341,11 @@ OWNER = """
 import sys, threading, time
 from services.reward.config import RewardConfig
 from services.reward.judge import Judge
-from protocol.tasks import TestSuite
+from protocol.suites import AssertSuite
 judge = Judge(RewardConfig(workers=2), levels=(sys.argv[1],))
 judge.start()
 busy = "```python\\nimport time\\ndef f():\\n    time.sleep(60)\\n```"
-suite = TestSuite(kind="asserts", entry_point="f", code="assert f()", limits={"wall_s": 100})
+suite = AssertSuite(kind="asserts", entry_point="f", code="assert f()", limits={"wall_s": 100})
 threading.Thread(target=judge.judge, args=(busy, suite), daemon=True).start()
 time.sleep(0.5)
 print("ready", flush=True)
@@ -444,7 +444,7 @@ def test_real_completions_get_the_verdicts_of_the_reference_harness() -> None:
 
     def verdict(row: dict[str, Any]) -> JudgeResult:
         problem = problems[row["task_id"]]
-        suite = TestSuite(kind="check", entry_point=problem["entry_point"], code=problem["test"])
+        suite = CheckSuite(kind="check", entry_point=problem["entry_point"], code=problem["test"])
         return judge.judge(f"````python\n{row['prompt'] + row['completion']}\n````", suite)
 
     judge = Judge(RewardConfig(workers=2))
@@ -476,7 +476,7 @@ def mbpp() -> list[tuple[str, TestSuite]]:
     return [
         (
             _program(row),
-            TestSuite(
+            CheckSuite(
                 kind="check", entry_point=row["entry_point"], code=row["test"], limits=Limits(cpu_s=20, wall_s=60)
             ),
         )

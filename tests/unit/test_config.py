@@ -81,7 +81,10 @@ def test_overrides_are_toml_or_words():
         ("", "holds no task"),
         ('{"task_id": "a"', ":1 is not JSON"),
         ('\n{"task_id": "a", "prompt": "p"}', ":2 is not a task: tests"),
-        ('{"task_id": "a", "prompt": "p", "tests": {"kind": "x", "entry_point": "f", "code": "c"}}', "tests.kind"),
+        (
+            '{"task_id": "a", "prompt": "p", "tests": {"kind": "x", "entry_point": "f", "code": "c"}}',
+            "is not a task: tests: Input tag 'x'",
+        ),
     ],
 )
 def test_a_broken_task_file_is_refused_with_its_line(tmp_path, text, words):

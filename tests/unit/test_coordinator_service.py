@@ -6,14 +6,15 @@ import pytest
 from protocol import messages as m
 from protocol.codec import Received
 from protocol.config import RunConfig
-from protocol.tasks import Task, TestSuite
+from protocol.suites import AssertSuite
+from protocol.tasks import Task
 from protocol.verdicts import JudgeResult, Verdict
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.journal import Journal
 from services.coordinator.service import Coordinator
 
 BROKEN = JudgeResult(verdict=Verdict.INFRA_ERROR, message="no disk")
-SUITE = TestSuite(kind="asserts", entry_point="f", code="assert f(1) == 1")
+SUITE = AssertSuite(kind="asserts", entry_point="f", code="assert f(1) == 1")
 V1 = m.VersionTag(version=1)
 
 

@@ -13,12 +13,12 @@ import pytest
 
 from protocol import messages as m
 from protocol.codec import decode, encode
-from protocol.tasks import TestSuite
+from protocol.suites import AssertSuite
 from protocol.verdicts import JudgeResult, Verdict
 
 GOLDEN = Path(__file__).with_name("golden_messages.json")
 TAG = m.VersionTag(version=3, incarnation=1)
-SUITE = TestSuite(kind="asserts", entry_point="f", code="assert f(1) == 2")
+SUITE = AssertSuite(kind="asserts", entry_point="f", code="assert f(1) == 2")
 RESULT = JudgeResult(verdict=Verdict.ACCEPTED, reward=1.0, parts={"correctness": 1.0}, tests_passed=1, tests_total=1)
 SEGMENT = m.Segment(version=3, num_tokens=2)
 

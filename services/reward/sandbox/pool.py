@@ -36,7 +36,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from protocol.tasks import Limits
+from protocol.suites import Limits
 from services.reward.sandbox import values
 
 Level = Literal["namespaces", "landlock", "none"]
@@ -194,7 +194,7 @@ class Worker:
         """
         mine, theirs = socket.socketpair()
         mine.setblocking(False)
-        job = {"role": role, **limits.model_dump()}
+        job = {"role": role, **limits.model_dump(), "wall_s": limits.wall_limit_s}
         with theirs:
             try:
                 socket.send_fds(self.control, [json.dumps(job).encode()], [theirs.fileno()])
@@ -202,7 +202,7 @@ class Worker:
                 mine.close()
                 raise WorkerDied(f"The sandbox worker is gone: {error.strerror}.") from None
         self.num_jobs += 1
-        return Session(self, mine, limits.wall_s)
+        return Session(self, mine, limits.wall_limit_s)
 
     def stop_job(self) -> dict[str, Any]:
         """Kill the running guest, unless it ended by itself just now; its report."""
