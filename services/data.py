@@ -65,7 +65,7 @@ def convert(source: Path, target: Path) -> int:
             "entry_point, test and, if there is one, canonical_solution."
         ) from None
     partial = target.with_name(target.name + ".partial")
-    partial.write_text("".join(task.model_dump_json(exclude_defaults=True) + "\n" for task in tasks), encoding="utf-8")
+    partial.write_text("".join(task.model_dump_json(exclude_unset=True) + "\n" for task in tasks), encoding="utf-8")
     partial.rename(target)
     print(f"{len(tasks)} tasks from {source} in {target}")
     return 0
