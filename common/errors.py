@@ -8,11 +8,16 @@
     |- InvariantError           exit  6   the ledger, a version or the journal contradicts itself
     `- TrainingError            exit  7   NaN, engine-trainer mismatch past the alarm: the weights are not to be trusted
 
+``forebay judge`` ends with 0 for ``accepted`` and 1 for any other verdict. It, and ``forebay reward --once``, end with 8 where the judge
+has no verdict (``infra_error``): of the completion, or of some of the lines.
+
 An exit by SIGINT or SIGTERM after an ordered stop is 130 or 143, as shells have it. A bad *rollout* is never an exception:
 it is data (a verdict, a finish reason) and travels in a message.
 """
 
 from __future__ import annotations
+
+EXIT_NOT_JUDGED = 8
 
 
 class ForebayError(Exception):

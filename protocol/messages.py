@@ -16,11 +16,10 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from protocol.suites import TestSuite
 from protocol.verdicts import JudgeResult
 from protocol.versions import Segment, VersionTag
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Message(BaseModel):
@@ -59,6 +58,7 @@ class Hello(Message):
     run_uid: str = ""  # from an earlier Welcome; empty on the first contact
     checkpoint_step: int = -1  # learner only: the step its weights are at
     num_workers: int = 0  # rollout only: engine workers that take weights, one rank of a sync group each
+    isolation: str = ""  # reward only: what its sandbox is made of
 
 
 class Welcome(Message):
@@ -209,7 +209,7 @@ class LeaseCancelled(Message):
 
 
 class ScoreLease(Message):
-    """Judge one completion against one suite."""
+    """Judge one completion against one suite, which is named by its content: who lacks it sends a ``SuiteRequest``."""
 
     kind: ClassVar[str] = "score_lease"
 
@@ -217,8 +217,25 @@ class ScoreLease(Message):
     group_id: int
     sample_index: int
     completion: str
-    suite: TestSuite
+    suite_hash: str
     timeout_s: float
+
+
+class SuiteRequest(Message):
+    """Reward: send me the suite of that name. Answered with ``Suite``, or ``Refused`` if no lease of this life named it."""
+
+    kind: ClassVar[str] = "suite_request"
+
+    suite_hash: str
+
+
+class Suite(Message):
+    """One test suite. Array: ``json_utf8`` uint8 [N], the suite's ``to_json``; its ``hash_of`` is ``suite_hash``."""
+
+    kind: ClassVar[str] = "suite"
+    arrays: ClassVar[tuple[str, ...]] = ("json_utf8",)
+
+    suite_hash: str
 
 
 class ScoreResult(Message):

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 Language = Literal["python", "cpp", "javascript"]
+MAX_SUITE_BYTES = 256 << 20  # of a suite's JSON: what travels to a reward node, in one frame
 
 
 class Limits(BaseModel):
@@ -65,10 +66,31 @@ class SuiteBase(BaseModel):
     correctness: Literal["all", "fraction"] | None = None  # None: ``reward.correctness`` of the config
     solution: str | None = None  # a correct program: the measure of the efficiency part. Never leaves the judge
 
+    def to_json(self) -> bytes:
+        """All fields as UTF-8 JSON: what travels. ``parse_suite`` makes an equal suite of it.
+
+        Raises:
+            ValueError: something in it has no JSON (NaN, an infinity, a lone surrogate, too deep), or it is too big; says where.
+        """
+        try:
+            data = self.model_dump()
+        except ValueError:  # pydantic's own limit
+            raise ValueError("the suite is nested too deep") from None
+        try:
+            encoded = _dumps(data)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"{_culprit(data)}: {_reason(error)}") from None
+        if len(encoded) > MAX_SUITE_BYTES:
+            raise ValueError(
+                f"the suite is {len(encoded) / 2**20:.0f} MiB of JSON, and at most {MAX_SUITE_BYTES >> 20} MiB travel: "
+                "cut tests, or make the big ones in a generator (kind reference)"
+            )
+        return encoded
+
     @cached_property
     def content_hash(self) -> str:
-        """Name of this suite on the wire and in caches: equal suites, equal names."""
-        return hashlib.blake2b(self.model_dump_json().encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        """Name of this suite on the wire and in caches: equal suites, equal names. Raises as ``to_json``."""
+        return hash_of(self.to_json())
 
 
 class _PythonOnly(SuiteBase):
@@ -187,13 +209,50 @@ def parse_suite(data: bytes | str | dict[str, Any]) -> TestSuite:
     """A suite from JSON, or from its parsed form.
 
     Raises:
-        ValueError: not a suite; says where and why.
+        ValueError: not a suite, or not one that travels (``to_json``); says where and why.
     """
     try:
-        return _ADAPTER.validate_python(json.loads(data) if isinstance(data, bytes | str) else data)
+        parsed = json.loads(data) if isinstance(data, bytes | str) else data
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})") from None
+    try:
+        suite = _ADAPTER.validate_python(parsed)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"][1:]) or "kind"  # the first part is the kind itself
         raise ValueError(f"{where}: {first['msg']}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error})") from None
+    suite.content_hash  # noqa: B018 (raises for what does not travel, and is kept for who asks)
+    return suite
+
+
+def hash_of(suite_json: bytes) -> str:
+    """``content_hash`` of the suite whose ``to_json`` this is."""
+    return hashlib.blake2b(suite_json, digest_size=16).hexdigest()
+
+
+def _dumps(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _culprit(value: Any) -> str:
+    """Path, three parts deep at most, of the first value in a dict that has no JSON."""
+    path: list[str] = []
+    while len(path) < 3 and isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            try:
+                _dumps(item)
+            except (ValueError, TypeError, RecursionError):
+                path.append(str(key))
+                value = item
+                break
+        else:  # it is a key, not a value
+            break
+    return ".".join(path).encode(errors="replace").decode() or "the suite"
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnicodeEncodeError):
+        return "a lone surrogate is no text, and does not travel"
+    if isinstance(error, RecursionError):
+        return "nested too deep"
+    return "NaN and infinities are no JSON" if "Out of range" in str(error) else str(error)

@@ -19,14 +19,17 @@ class Task(BaseModel):
     task_id: str = Field(min_length=1)
     prompt: str = Field(min_length=1)
     tests: TestSuite
-    reference: str | None = None  # a solution, for checks of the task itself; never sent to a rollout node
+    reference: str | None = (
+        None  # a solution; becomes ``tests.solution`` where that is missing. Never sent to a rollout node
+    )
 
 
 def load_tasks(path: Path) -> list[Task]:
     """All tasks of a JSONL file, in file order.
 
     Raises:
-        ConfigError: no such file, an empty one, a line that is not a task (with its number), or a repeated ``task_id``.
+        ConfigError: no such file, an empty one, a line that is not a task or does not travel (with its number), or a
+            repeated ``task_id``.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -37,11 +40,13 @@ def load_tasks(path: Path) -> list[Task]:
         if not line.strip():
             continue
         try:
-            task = Task.model_validate(json.loads(line))
+            task = _with_solution(Task.model_validate(json.loads(line)))
         except json.JSONDecodeError as error:
             raise ConfigError(
                 f"{path}:{number} is not JSON ({error.msg} at column {error.colno}). Mend or delete the line."
             ) from None
+        except RecursionError:
+            raise ConfigError(f"{path}:{number} is nested too deep. Mend or delete the line.") from None
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "the line"
@@ -49,9 +54,21 @@ def load_tasks(path: Path) -> list[Task]:
                 f"{path}:{number} is not a task: {where}: {first['msg']}. A line is "
                 '{"task_id", "prompt", "tests": {"kind", ...}} (services/reward/README.md); other formats: forebay data convert.'
             ) from None
+        try:
+            task.tests.content_hash  # noqa: B018 (raises for what can't travel, before anything starts; it is kept)
+        except ValueError as error:
+            raise ConfigError(
+                f"{path}:{number}: task {task.task_id!r} can't be sent to a node: tests.{error}."
+            ) from None
         if task.task_id in tasks:
             raise ConfigError(f"{path}:{number} repeats the task_id {task.task_id!r}. Ids must be unique in a file.")
         tasks[task.task_id] = task
     if not tasks:
         raise ConfigError(f"The task file {path} holds no task.")
     return list(tasks.values())
+
+
+def _with_solution(task: Task) -> Task:
+    if task.reference is None or task.tests.solution is not None:
+        return task
+    return task.model_copy(update={"tests": task.tests.model_copy(update={"solution": task.reference})})

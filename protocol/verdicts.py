@@ -64,3 +64,6 @@ class JudgeResult(BaseModel):
     trust: Literal["full", "low"] = "full"  # low: the tests had to run in the candidate's own process
     queue_s: float = 0.0
     judge: str = ""  # version of the judge
+    repeatable: bool = (
+        False  # the same again would come out the same: may be kept; an infra_error is not worth another try
+    )

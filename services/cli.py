@@ -31,9 +31,27 @@ def parser() -> argparse.ArgumentParser:
         one = commands.add_parser(
             role, help=f"run one {role}" + (" (also under torchrun)" if role == "learner" else "")
         )
-        one.add_argument("--config", type=Path, required=True)
+        one.add_argument("--config", type=Path, required=role != "reward")
         one.add_argument("--node-id", default="", help="name in logs and status; must be unique in the run")
+        if role == "reward":
+            one.add_argument(
+                "--once", metavar="IN", help="without a run: judge the lines of this JSONL file (-: stdin)"
+            )
+            one.add_argument("--out", metavar="OUT", help="with --once: where the verdicts go (-: stdout)")
         _add_set(one)
+
+    judge = commands.add_parser("judge", help="judge one completion here, and explain the verdict")
+    judge.add_argument(
+        "file", metavar="FILE", help="a completion, or a program (.py, .cpp, .js); -: a completion on stdin"
+    )
+    judge.add_argument(
+        "--tests", type=Path, required=True, metavar="T", help="a suite, a task line, or with --task-id a task file"
+    )
+    judge.add_argument("--task-id", default="", metavar="ID", help="which line of T")
+    judge.add_argument("--code", action="store_true", help="print all of the code that was judged")
+    judge.add_argument("--json", action="store_true", help="everything, for programs")
+    judge.add_argument("--config", type=Path, help="a config with a [reward] section (default: its defaults)")
+    _add_set(judge)
 
     check = commands.add_parser("check", help="say all that is wrong with a config, before anything starts")
     check.add_argument("config", type=Path)
@@ -65,7 +83,9 @@ def parser() -> argparse.ArgumentParser:
     _add_set(evaluate)
 
     data = commands.add_parser("data", help="task files").add_subparsers(dest="data_command", required=True)
-    convert = data.add_parser("convert", help="HumanEval or MBPP in HumanEval's form (JSONL, also .gz) -> a task file")
+    convert = data.add_parser(
+        "convert", help="HumanEval, MBPP in HumanEval's form, or APPS's form (JSONL, also .gz) -> a task file"
+    )
     convert.add_argument("source", type=Path)
     convert.add_argument("target", type=Path)
     return top
@@ -105,7 +125,42 @@ def _load(args: argparse.Namespace, *, consistent: bool = False) -> Config:
     return config
 
 
+def _judge(args: argparse.Namespace) -> int:
+    from services.config import load_reward_config
+
+    config = load_reward_config(args.config, args.overrides)
+    import common.logs
+    from services.reward import explain
+
+    common.logs.setup("reward", level="warning")
+    return explain.main(config, args.file, args.tests, task_id=args.task_id, show_code=args.code, as_json=args.json)
+
+
+def _reward_once(args: argparse.Namespace) -> int:
+    from common.errors import ConfigError
+    from services.config import load_reward_config
+
+    if args.once is None or args.out is None:
+        given, missing = ("--out", "--once IN.jsonl") if args.once is None else ("--once", "--out OUT.jsonl")
+        raise ConfigError(f"{given} needs {missing}.")
+    config = load_reward_config(args.config, args.overrides)
+    import common.logs
+    from services.reward import once
+
+    common.logs.setup("reward", level="warning")
+    return once.main(config, args.once, args.out)
+
+
 def _role(args: argparse.Namespace) -> int:
+    if args.command == "reward":
+        if args.once is not None or args.out is not None:
+            return _reward_once(args)
+        if args.config is None:
+            from common.errors import ConfigError
+
+            raise ConfigError(
+                "A reward node needs --config FILE, for the run that it joins; without a run: --once IN --out OUT."
+            )
     config = _load(args)
     import common.logs
 
@@ -194,6 +249,7 @@ def _data(args: argparse.Namespace) -> int:
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "up": _up,
+    "judge": _judge,
     "check": _check,
     "status": _status,
     "stop": _stop,

@@ -11,6 +11,7 @@ from pydantic import Field
 from common.config import StrictModel, apply_overrides, read_toml, validate
 from common.errors import ConfigError
 from protocol.config import RunConfig
+from protocol.tasks import load_tasks
 from services.coordinator.config import CoordinatorConfig
 from services.learner.config import LearnerConfig
 from services.reward.config import RewardConfig
@@ -46,14 +47,33 @@ def load_config(path: Path, overrides: list[str]) -> Config:
     Raises:
         ConfigError: with every violation that the models find.
     """
-    if path.suffix == ".json":
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"The config {path} can't be read: {error}.") from None
-    else:
-        data = read_toml(path)
-    return validate(Config, apply_overrides(data, overrides), source=str(path))
+    return validate(Config, apply_overrides(_read(path), overrides), source=str(path))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if path.suffix != ".json":
+        return read_toml(path)
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"The config {path} can't be read: {error}.") from None
+
+
+def load_reward_config(path: Path | None, overrides: list[str]) -> RewardConfig:
+    """The ``[reward]`` section alone, for judging without a run: of a run's config, of a file that has nothing else, or the defaults.
+
+    Raises:
+        ConfigError: with every violation that the models find.
+    """
+    data = apply_overrides({} if path is None else _read(path), overrides)
+    ours = {
+        key: value for key, value in data.items() if path is None or key == "reward" or key not in Config.model_fields
+    }
+    return validate(_RewardOnly, ours, source=str(path or "(--set)")).reward
+
+
+class _RewardOnly(StrictModel):
+    reward: RewardConfig = RewardConfig()
 
 
 def cross_check(config: Config) -> list[str]:
@@ -83,6 +103,11 @@ def _check_files(config: Config) -> list[str]:
         problems.append(
             f"coordinator.tasks: no file at {config.coordinator.tasks.resolve()}. Convert data with forebay data convert."
         )
+    else:
+        try:
+            load_tasks(config.coordinator.tasks)
+        except ConfigError as error:
+            problems.append(f"coordinator.tasks: {error}")
     try:
         config.run.read_keys()
     except ConfigError as error:
@@ -155,5 +180,10 @@ def _check_work(config: Config) -> list[str]:
         problems.append(
             f"coordinator.no_progress_timeout_s = {coordinator.no_progress_timeout_s:g} must be over generate_timeout_s + "
             f"score_timeout_s = {slowest:g}, or the run gives up before a lease does."
+        )
+    if config.up.reward_nodes and config.up.stop_timeout_s <= config.reward.drain_timeout_s:
+        problems.append(
+            f"up.stop_timeout_s = {config.up.stop_timeout_s:g} must be over reward.drain_timeout_s = {config.reward.drain_timeout_s:g}, "
+            "or reward nodes are ended while they finish their leases."
         )
     return problems

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 
@@ -14,8 +13,9 @@ from rich.table import Table
 from common.errors import ConfigError
 from protocol.messages import Sampling
 from protocol.tasks import Task, load_tasks
+from protocol.verdicts import JudgeResult
 from services.config import Config
-from services.reward.judge import Judge
+from services.reward.pool import JudgePool
 from services.rollout.service import make_engine
 
 # A person reads this command's output: the engine's processes say only what went wrong.
@@ -59,26 +59,27 @@ def main(config: Config, models: list[Path], tasks_path: Path, *, num_samples: i
 async def _evaluate(config: Config, model: Path, tasks: list[Task], num_samples: int) -> list[list[float]]:
     run = config.run.model_copy(update={"model": model})
     engine = make_engine(run, config.rollout)
-    judge = Judge(config.reward)
-    judge.start()
-    await engine.start()
+    pool = JudgePool(config.reward)
+    await asyncio.to_thread(pool.start)
     limit = asyncio.Semaphore(config.rollout.max_concurrent_groups)
     sampling = Sampling(max_tokens=run.max_completion_tokens, temperature=run.temperature)
-    loop = asyncio.get_running_loop()
-    with ThreadPoolExecutor(config.reward.num_workers) as threads:
+    in_hand = asyncio.Semaphore(min(4 * config.reward.num_workers, config.reward.max_queue))
 
-        async def one(task: Task) -> list[float]:
-            async with limit:
-                texts = [c.text async for c in engine.generate(task.prompt, range(num_samples), sampling, run.seed)]
-            results = await asyncio.gather(
-                *(loop.run_in_executor(threads, judge.judge, text, task.tests) for text in texts)
-            )
-            if broken := [result.message for result in results if result.reward is None]:
-                raise ConfigError(f"Task {task.task_id} can't be judged here: {broken[0]}")
-            return [result.reward or 0.0 for result in results]
+    async def judged(text: str, task: Task) -> JudgeResult:
+        async with in_hand:
+            return await asyncio.wrap_future(pool.submit(text, task.tests))
 
-        try:
-            return await asyncio.gather(*(one(task) for task in tasks))
-        finally:
-            await engine.close()
-            judge.close()
+    async def one(task: Task) -> list[float]:
+        async with limit:
+            texts = [c.text async for c in engine.generate(task.prompt, range(num_samples), sampling, run.seed)]
+        results = await asyncio.gather(*(judged(text, task) for text in texts))
+        if broken := [result.message for result in results if result.reward is None]:
+            raise ConfigError(f"Task {task.task_id} can't be judged here: {broken[0]}")
+        return [result.reward or 0.0 for result in results]
+
+    try:
+        await engine.start()
+        return await asyncio.gather(*(one(task) for task in tasks))
+    finally:
+        await engine.close()
+        await asyncio.to_thread(pool.close)

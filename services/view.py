@@ -16,6 +16,7 @@ from protocol.messages import StatusReply, StatusRequest
 from protocol.security import Keys
 
 Status = dict[str, Any]
+_WORK = {"rollout": "generated_tokens", "reward": "judged"}  # the counter that is a node's output
 
 
 def fetch(address: str, run_id: str = "", *, timeout_s: float = 5.0, keys: Keys | None = None) -> Status:
@@ -49,7 +50,7 @@ class Rates:
 
     def add(self, status: Status) -> dict[str, float]:
         """Rates of each node (by id) and of the learner's trained tokens (``trained``)."""
-        counters = {node["node_id"]: sum(node["counters"].values()) for node in status["nodes"]}
+        counters = {node["node_id"]: node["counters"].get(_WORK.get(node["role"]), 0.0) for node in status["nodes"]}
         counters["trained"] = float(status["ledger"]["trained"])
         now = float(status["uptime_s"])
         self._looks.append((now, counters))
@@ -112,12 +113,14 @@ def _headline(status: Status) -> RenderableType:
 
 def _nodes(status: Status, rate: dict[str, float]) -> RenderableType:
     table = Table(title_justify="left")
-    for name in ("node", "role", "host", "holds", "leases", "rate", "seen", "loop lag"):
+    for name in ("node", "role", "host", "weights or sandbox", "leases", "rate", "seen", "loop lag"):
         table.add_column(name, justify="right" if name in ("leases", "rate", "seen", "loop lag") else "left")
     units = {"rollout": "tok/s", "reward": "judged/s", "learner": "tok/s"}
     for node in sorted(status["nodes"], key=lambda node: (node["role"], node["node_id"])):
         value = rate.get("trained" if node["role"] == "learner" else node["node_id"])
-        holds = node["holds"] or ("v" + str(status["version"]) if node["role"] == "learner" else "-")
+        holds = (
+            node["holds"] or node["isolation"] or ("v" + str(status["version"]) if node["role"] == "learner" else "-")
+        )
         table.add_row(
             node["node_id"],
             node["role"],

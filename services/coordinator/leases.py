@@ -2,6 +2,7 @@
 
 A generate lease is one group (the samples of it that are missing), a score lease one sample. Work that a node has failed on goes
 to another while there is one. Every end of a lease comes through here: results, failures, cancellations, deadlines, deaths.
+Completions of one group with the same text are judged once (``twins.py``). A score lease names its suite, which a node asks for once.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
+import numpy as np
 import structlog
 
 from protocol import messages as m
 from protocol.codec import Received
 from protocol.config import RunConfig
+from protocol.suites import TestSuite
 from protocol.tasks import Task
 from protocol.verdicts import Verdict
 from services.coordinator.config import CoordinatorConfig
-from services.coordinator.groups import Group, sample_problem
+from services.coordinator.groups import Group, Sample, sample_problem
 from services.coordinator.membership import Lease, Members, Node, Reply, is_current
 from services.coordinator.pool import Pool
+from services.coordinator.twins import Twins
 
 log = structlog.get_logger()
 
@@ -42,6 +46,9 @@ class LeaseDesk:
         self._run, self._config, self._tasks = run, config, tasks
         self._pool, self._members, self._reply, self._on_progress = pool, members, reply, on_progress
         self.verdicts: Counter[str] = Counter()
+        self.num_copied = 0  # verdicts that came from a twin
+        self._twins = Twins()
+        self._suites: dict[str, TestSuite] = {}  # by name: those that a lease has named
         self._to_generate = dict.fromkeys(g.group_id for g in pool.groups.values() if g.missing(config.group_size))
         self._to_score = deque((group.group_id, sample.sample_index) for group, sample in pool.unjudged())
 
@@ -104,13 +111,42 @@ class LeaseDesk:
             self.verdicts[message.result.verdict] += 1
         if lease is not None or message.result.reward is not None:  # a late failure was counted when its lease ended
             self._score(message.group_id, message.sample_index, message.result, node.node_id)
+        if lease is not None:
+            self._release_twins(lease)
         self._reply(node.identity, m.Ack(), received.seq)
+
+    def on_suite_request(self, node: Node, message: m.SuiteRequest, received: Received) -> None:
+        """A reward node has a lease of a suite that it lacks."""
+        suite = self._suites.get(message.suite_hash)
+        if suite is None:
+            reason = f"No lease since this coordinator started names a suite {message.suite_hash[:64]!r}."
+            return self._reply(node.identity, m.Refused(reason=reason, fatal=False), received.seq)
+        data = {"json_utf8": np.frombuffer(suite.to_json(), dtype=np.uint8)}
+        return self._reply(node.identity, m.Suite(suite_hash=message.suite_hash), received.seq, data)
 
     def _score(self, group_id: int, sample_index: int, result: m.JudgeResult, node_id: str) -> None:
         if self._pool.add_result(group_id, sample_index, result, node_id=node_id):
             self._to_score.append((group_id, sample_index))
         else:
             self._on_progress()
+
+    def _copy_verdict(self, group: Group, sample: Sample) -> bool:
+        """Give ``sample`` the verdict of a judged sibling with the same text, if there is one."""
+        for twin in group.samples.values():
+            if twin.result is not None and twin.text == sample.text:
+                self.verdicts[twin.result.verdict] += 1
+                self.num_copied += 1
+                self._score(group.group_id, sample.sample_index, twin.result, "")
+                return True
+        return False
+
+    def _release_twins(self, lease: Lease) -> None:
+        """A score lease is over: those that were held for its result take it, or are judged after all."""
+        assert lease.sample_index is not None
+        for sample_index in reversed(self._twins.end(lease.lease_id)):
+            group = self._pool.groups.get(lease.group_id)
+            if group is not None and not self._copy_verdict(group, group.samples[sample_index]):
+                self._to_score.appendleft((lease.group_id, sample_index))
 
     def on_lease_failed(self, node: Node, message: m.LeaseFailed, received: Received) -> None:
         """The node could not do it."""
@@ -184,16 +220,21 @@ class LeaseDesk:
         sample = group.samples.get(sample_index) if group else None
         if group is None or sample is None or sample.result is not None or sample.lost:
             return True
+        if self._copy_verdict(group, sample) or self._twins.hold(group_id, sample.text, sample_index):
+            return True
         node = _freest(nodes, sample.avoid_nodes)
         if node.free <= 0:
             return False
         lease = self._members.grant(node, group_id, sample_index, now + self._config.score_timeout_s)
+        self._twins.begin(lease.lease_id, group_id, sample.text)
+        suite = self._tasks[group.task_index].tests
+        self._suites[suite.content_hash] = suite
         message = m.ScoreLease(
             lease_id=lease.lease_id,
             group_id=group_id,
             sample_index=sample_index,
             completion=sample.text,
-            suite=self._tasks[group.task_index].tests,
+            suite_hash=suite.content_hash,
             timeout_s=self._config.score_timeout_s,
         )
         self._reply(node.identity, message)
@@ -207,11 +248,13 @@ class LeaseDesk:
                     lease.group_id, error, permanent=permanent, counted=counted, node_id=lease.node_id
                 ):
                     self._to_generate = {lease.group_id: None, **self._to_generate}  # it is older than what waits
-            elif not counted:
+                continue
+            if not counted:
                 self._to_score.appendleft((lease.group_id, lease.sample_index))
             else:
                 result = m.JudgeResult(verdict=Verdict.INFRA_ERROR, message=error)
                 self._score(lease.group_id, lease.sample_index, result, lease.node_id)
+            self._release_twins(lease)
 
 
 def _freest(nodes: list[Node], avoid: set[str]) -> Node:

@@ -39,6 +39,7 @@ class Node:
     num_workers: int = 0
     holds: VersionTag | None = None
     checkpoint_step: int = -1
+    isolation: str = ""
     waits: list[WaitInfo] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
     loop_lag_ms: float = 0.0
@@ -83,6 +84,7 @@ class Members:
             num_workers=hello.num_workers,
             holds=hello.holds,
             checkpoint_step=hello.checkpoint_step,
+            isolation=hello.isolation,
         )
         self.nodes[node.node_id] = node
         return node

@@ -90,6 +90,7 @@ class Coordinator:
             m.Goodbye: self._on_goodbye,
             m.SampleResult: self.leases.on_sample,
             m.ScoreResult: self.leases.on_score,
+            m.SuiteRequest: self.leases.on_suite_request,
             m.LeaseFailed: self.leases.on_lease_failed,
             m.LeaseCancelled: self.leases.on_lease_cancelled,
             m.BatchRequest: self._on_batch_request,

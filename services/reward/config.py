@@ -32,7 +32,9 @@ class RewardConfig(StrictModel):
     unsafe: bool = False  # True: judge even where this node offers no isolation at all
     max_completion_kib: int = Field(default=256, ge=1, le=16384)  # longer completions are a compile_error
     max_memory_mib: int = Field(default=4096, ge=64)  # a suite that allows its programs more is refused here
+    max_queue: int = Field(default=10_000, ge=1)  # completions that wait for a judge in this process
     cache_size: int = Field(default=20_000, ge=0)  # verdicts kept, of those that would come out the same again
+    drain_timeout_s: float = Field(default=5.0, gt=0)  # after SIGTERM: for open leases; then they go to another node
     graders: list[str] = []  # entry points of ``forebay.graders`` that suites of kind ``custom`` may name
     python: str = ""  # interpreter that runs candidates; "": the base interpreter of this process
 

@@ -1,397 +1,229 @@
-"""The judge: a completion and a suite in, a verdict and a reward out. Blocking; the service calls it from threads.
+"""The judge: a completion and a suite in, a verdict and a reward out. Blocking, one at a time; ``pool.py`` has several side by side.
 
-    completion --extract--> code --+--> candidate guest (worker A): compile, load, answer calls with values
-                                   |           ^ calls, values
-    suite --compile--> inline asserts, evaluated here, or
-                       tests guest (worker B, no candidate code): proxies call through here
+    completion --extract--> code --> grader of the suite's kind --> one result a test --> verdict --> parts --> reward
+                                         |          ^
+                                         v          | outputs and values
+                                     sandboxes (lab.py), which never see an expected one
 
 The order of decision is SANDBOX.md 1.5: infra, no code, compile error, security, output, memory, time, runtime error, wrong answer,
-accepted. ``accepted`` needs at least one executed assert and one answered call, and no failure.
+accepted. ``accepted`` needs every test of the suite to have run and passed, and at least one.
 """
 
 from __future__ import annotations
 
-import queue
-import signal
-from dataclasses import dataclass
-from pathlib import Path
+import time
+from collections.abc import Callable
+from importlib.metadata import entry_points, version
 from typing import Any
 
-from common.errors import ConfigError
-from protocol.suites import AssertSuite, Limits, TestSuite
+import structlog
+
+from protocol.suites import (
+    AssertSuite,
+    CallSuite,
+    CheckerSuite,
+    CheckSuite,
+    CustomSuite,
+    ReferenceSuite,
+    StdinSuite,
+    TestSuite,
+)
 from protocol.verdicts import JudgeResult, Verdict
+from services.reward import rewards
 from services.reward.config import RewardConfig
 from services.reward.extraction import extract_code
-from services.reward.sandbox import values
-from services.reward.sandbox.pool import ISOLATION, Ended, Level, Session, Worker, WorkerDied, start_worker
-from services.reward.suites import CompiledSuite, compiled, inline_scope
+from services.reward.graded import Graded
+from services.reward.graders.assert_plans import compiled
+from services.reward.graders.asserts import grade_asserts
+from services.reward.graders.calls import Cases, grade_calls
+from services.reward.graders.programs import grade_checker, grade_stdin
+from services.reward.lab import LEVELS, Lab, Refused
+from services.reward.sandbox.host import Level, WorkerDied
 
-_LEVELS: tuple[Level, ...] = ("namespaces", "landlock")
-_JOBS_PER_WORKER = 5000  # then a fresh one, so that nothing can pile up in it
-_NUM_ATTEMPTS = 2  # of a judgement whose worker died, each on fresh workers
-_TESTS_EXTRA_S = 10.0  # the tests' own process gets this on top of the candidate's limits
-_TESTS_MEMORY_MIB = 512
-_SELF_TEST = AssertSuite(
-    kind="asserts", entry_point="probe", code="assert probe(20, 22) == 42", limits=Limits(cpu_s=10, wall_s=20)
-)
-
-
-@dataclass
-class _Outcome:
-    """What one run of a suite showed so far. ``failed`` is the first failure in the order of the suite."""
-
-    num_passed: int = 0
-    num_run: int = 0
-    num_calls: int = 0
-    failed: tuple[Verdict, str] | None = None
-    finished: bool = False
-    infra: str = ""
-    compiled: bool = False
-
-    def fail(self, verdict: Verdict, text: str) -> None:
-        self.failed = self.failed or (verdict, text)
-
-
-@dataclass
-class _Slot:
-    """Workers of one judgement at a time; started when first needed."""
-
-    candidate: Worker | None = None
-    tests: Worker | None = None
+log = structlog.get_logger()
+_KEPT_TESTS = 1000  # results of single tests that a result carries
+_MEASUREMENTS = 3  # runs whose fastest is a program's CPU time
+_SOLUTION_AGE_S = 60.0  # a solution is measured again after this: the machine may be busier now
+Grader = Callable[["Judge", CustomSuite, str, Graded], None]
 
 
 class Judge:
-    """Judges completions, ``config.num_workers`` at a time. ``levels`` are the isolation levels to try, strongest first."""
+    """``start``, then ``judge`` as often as you like, then ``close``. ``levels`` are the isolation levels to try, strongest first."""
 
-    def __init__(self, config: RewardConfig, *, levels: tuple[Level, ...] = _LEVELS) -> None:
-        self._config = config
-        self._levels: tuple[Level, ...] = (*levels, "none") if config.unsafe else levels
-        self._slots: queue.LifoQueue[_Slot] = queue.LifoQueue()
-        self._all: list[_Slot] = []
-        self._closed = False
-        self.isolation = "none"
-        self._num_oom_kills = _num_oom_kills()
+    def __init__(self, config: RewardConfig, *, levels: tuple[Level, ...] = LEVELS) -> None:
+        self.config = config
+        self.lab = Lab(config, levels)
+        self._cases = Cases()
+        self._solutions: dict[
+            str, tuple[float, float]
+        ] = {}  # CPU seconds of a suite's solution, and when that was measured
+        self._version = f"forebay {version('forebay')}"
+
+    @property
+    def isolation(self) -> str:
+        """What stands between a candidate and this machine."""
+        return self.lab.isolation
 
     def start(self) -> None:
-        """Start the workers and judge one known program.
-
-        Raises:
-            ConfigError: no isolation works on this node (and ``unsafe`` is off), or the interpreter does not run.
-        """
-        try:
-            for _ in range(self._config.num_workers):
-                slot = _Slot(candidate=start_worker(self._config.interpreter, self._levels))
-                self._all.append(slot)
-                self._slots.put(slot)
-        except WorkerDied as error:
-            self.close()
-            raise ConfigError(
-                f"No sandbox works on this node: {error}. Allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
-                "kernel.apparmor_restrict_unprivileged_userns=0) or Landlock; or set reward.unsafe = true to judge without isolation."
-            ) from None
-        worker = self._all[0].candidate
-        assert worker is not None
-        self._levels = (worker.level,)  # a later worker must be as strong as the first
-        self.isolation = ISOLATION[worker.level]
-        probe = self.judge("```python\ndef probe(a, b):\n    return a + b\n```", _SELF_TEST)
-        if probe.verdict is not Verdict.ACCEPTED:
-            self.close()
-            raise ConfigError(
-                f"The sandbox's self-test failed: {probe.verdict} {probe.message}. Is reward.python a CPython >= 3.10?"
-            )
+        """Start the first worker and test it. Raises as ``Lab.start`` does."""
+        self.lab.start()
 
     def close(self) -> None:
-        """End all workers. Judgements in progress end as infra errors, and so does every later one. Safe to call twice."""
-        self._closed = True
-        for slot in self._all:
-            for worker in (slot.candidate, slot.tests):
-                if worker is not None:
-                    worker.shut()
-        mine = [self._slots.get() for _ in self._all]  # waits until no thread uses them
-        for slot in mine:
-            self._drop(slot)
-            self._slots.put(slot)
-
-    def check_suite(self, suite: TestSuite) -> None:
-        """Can this suite be judged at all?
-
-        Raises:
-            ValueError: no; says why.
-        """
-        compiled(suite)
+        """End all workers. Safe to call twice."""
+        self.lab.close()
 
     def judge(self, completion: str, suite: TestSuite) -> JudgeResult:
-        """The verdict on one completion; waits for a free slot. Never raises for anything in the completion."""
-        assert self._all, "judge() before start()"
-        try:
-            plan = compiled(suite)
-        except ValueError as error:
-            return self._result(Verdict.INFRA_ERROR, str(error))
-        early = self._before_running(completion, plan)
-        if isinstance(early, JudgeResult):
-            return early
-        slot = self._slots.get()
-        try:
-            for _ in range(_NUM_ATTEMPTS):
-                try:
-                    return self._attempt(slot, early, plan, suite.limits)
-                except WorkerDied as error:
-                    reason = str(error)
-                    self._drop(slot)
-            return self._result(Verdict.INFRA_ERROR, reason, total=plan.num_asserts)
-        finally:
-            self._slots.put(slot)
+        """The verdict on one completion. Never raises for anything in the completion or the suite."""
+        return self.judge_code(extract(completion, suite, self.config), suite)
 
-    def _before_running(self, completion: str, plan: CompiledSuite) -> JudgeResult | str:
-        """The code to run, or the verdict that needs no run."""
-        limit = self._config.max_completion_kib
-        if len(completion) > limit * 1024:
-            text = f"The completion is longer than reward.max_completion_kib = {limit}."
-            return self._result(Verdict.COMPILE_ERROR, text, total=plan.num_asserts)
-        code = extract_code(completion, plan.entry_point)
-        if code is None:
-            return self._result(Verdict.NO_CODE, "No code in the completion.", total=plan.num_asserts)
-        if "\0" in code:  # CPython's answer to it depends on the version
-            return self._result(Verdict.COMPILE_ERROR, "The source holds a NUL byte.", total=plan.num_asserts)
-        return code
-
-    # --- one attempt on one slot ---
-
-    def _attempt(self, slot: _Slot, code: str, plan: CompiledSuite, limits: Limits) -> JudgeResult:
-        slot.candidate = self._ready(slot.candidate)
-        session = slot.candidate.open("candidate", limits)
-        outcome = _Outcome()
-        stop_early = self._config.correctness == "all"
-        try:
-            _load(session, code, outcome)
-            if outcome.failed is None and plan.inline is not None:
-                _run_inline(session, plan, outcome, stop_early)
-            elif outcome.failed is None:
-                slot.tests = self._ready(slot.tests)
-                _run_remote(session, slot.tests, plan, limits, outcome, stop_early)
-        except Ended:
-            pass
-        except values.ValueRefused as error:
-            outcome.fail(Verdict.RUNTIME_ERROR, f"The program's answer can't be read: {error}")
-        finally:
-            report = session.finish()
-        return self._decide(plan, limits, outcome, report)
-
-    def _ready(self, worker: Worker | None) -> Worker:
-        if self._closed:
-            raise WorkerDied("The judge is closed.")
-        if worker is not None and worker.num_jobs < _JOBS_PER_WORKER:
-            return worker
-        if worker is not None:
-            worker.close()
-        return start_worker(self._config.interpreter, self._levels)
-
-    def _drop(self, slot: _Slot) -> None:
-        for worker in (slot.candidate, slot.tests):
-            if worker is not None:
-                worker.close()
-        slot.candidate = slot.tests = None
-
-    def _decide(self, plan: CompiledSuite, limits: Limits, outcome: _Outcome, report: dict[str, Any]) -> JudgeResult:
-        verdict, text = _verdict(outcome, report, limits)
-        if report["signal"] == signal.SIGKILL and not report["killed"] and _num_oom_kills() > self._num_oom_kills:
-            self._num_oom_kills = _num_oom_kills()
-            if report["memory_mib"] < 0.9 * limits.memory_mib:
-                verdict, text = Verdict.INFRA_ERROR, "The node ran out of memory."
-        total = max(plan.num_asserts, outcome.num_run)
-        passed = outcome.num_passed
-        fraction = (
-            1.0 if verdict is Verdict.ACCEPTED else passed / total if self._config.correctness == "fraction" else 0.0
+    def judge_code(self, code: str | JudgeResult, suite: TestSuite) -> JudgeResult:
+        """The verdict on code that was extracted; or on what ``extract`` gave instead of code."""
+        if isinstance(code, JudgeResult):
+            return self._stamped(code)
+        graded = self._grade(code, suite, stop_early=self._mode(suite) == "all")
+        verdict, message = graded.outcome()
+        if verdict is Verdict.INFRA_ERROR:
+            return self._stamped(_infra(message, retry=not graded.refused))
+        parts = self._parts(code, suite, graded, verdict)
+        weights = self.config.weights
+        return self._stamped(
+            JudgeResult(
+                verdict=verdict,
+                reward=rewards.combine(parts, weights),
+                parts=parts,
+                tests_passed=sum(test.verdict is Verdict.ACCEPTED for test in graded.tests),
+                tests_total=max(graded.total, len(graded.tests)),
+                cpu_s=graded.cpu_s,
+                wall_s=graded.wall_s,
+                memory_mib=graded.memory_mib,
+                message=message.encode("utf-8", "backslashreplace").decode("utf-8")[:500],
+                tests=tuple(graded.tests[:_KEPT_TESTS]),
+                repeatable=_repeatable(verdict, graded),
+            )
         )
+
+    def _stamped(self, result: JudgeResult) -> JudgeResult:
+        return result.model_copy(update={"isolation": self.lab.isolation, "judge": self._version})
+
+    def _mode(self, suite: TestSuite) -> str:
+        return suite.correctness or self.config.correctness
+
+    def _grade(self, code: str, suite: TestSuite, *, stop_early: bool) -> Graded:
+        """One pass over the suite; failures of the judge's own become ``infra``."""
+        graded = Graded(total=0, stop_early=stop_early)
+        try:
+            self._run_grader(code, suite, graded)
+        except Refused as error:
+            graded.infra, graded.refused = str(error), True
+        except WorkerDied as error:
+            graded.infra = str(error)
+            self.lab.drop()
+        except Exception as error:  # a bug here must never look like a wrong answer, nor stop the node
+            log.exception("judge_failed", kind=suite.kind)
+            graded.infra = f"The judge failed: {type(error).__name__}: {error}"
+            self.lab.drop()
+        return graded
+
+    def _run_grader(self, code: str, suite: TestSuite, graded: Graded) -> None:
+        match suite:
+            case AssertSuite() | CheckSuite():
+                try:
+                    plan = compiled(suite)
+                except ValueError as error:
+                    raise Refused(str(error)) from None
+                graded.total = plan.num_asserts
+                grade_asserts(self.lab, suite, plan, code, graded)
+            case CallSuite() | ReferenceSuite():
+                cases = self._cases.of(suite, self.lab)
+                graded.total = len(cases)
+                grade_calls(self.lab, suite, cases, code, graded)
+            case StdinSuite():
+                graded.total = len(suite.cases)
+                grade_stdin(self.lab, suite, code, graded)
+            case CheckerSuite():
+                graded.total = len(suite.cases)
+                grade_checker(self.lab, suite, code, graded)
+            case CustomSuite():
+                _custom_grader(suite.grader, self.config)(self, suite, code, graded)
+
+    # ---- parts of the reward ----
+
+    def _parts(self, code: str, suite: TestSuite, graded: Graded, verdict: Verdict) -> dict[str, float]:
+        mode = "all" if self._mode(suite) == "all" else "fraction"
+        scores = [] if graded.verdict else [test.score for test in graded.tests]
+        parts = {"correctness": rewards.correctness(scores, max(graded.total, len(scores)), mode)}
         if verdict is Verdict.ACCEPTED:
-            total = outcome.num_run
-        return self._result(verdict, text, total=total, passed=passed, correctness=min(fraction, 1.0), report=report)
+            parts["correctness"] = 1.0
+        weights = self.config.weights
+        if weights.readability and suite.language == "python":
+            correct = parts["correctness"] > 0
+            parts["readability"] = rewards.readability(self.lab.measure(code)) if correct else 0.0
+        if weights.efficiency and suite.solution is not None:
+            parts["efficiency"] = self._efficiency(code, suite, graded) if verdict is Verdict.ACCEPTED else 0.0
+        return parts
 
-    def _result(
-        self,
-        verdict: Verdict,
-        message: str,
-        *,
-        total: int = 0,
-        passed: int = 0,
-        correctness: float = 0.0,
-        report: dict[str, Any] | None = None,
-    ) -> JudgeResult:
-        scored = verdict is not Verdict.INFRA_ERROR
-        report = report or {}
-        return JudgeResult(
-            verdict=verdict,
-            reward=self._config.weights.correctness * correctness if scored else None,
-            parts={"correctness": correctness} if scored else {},
-            tests_passed=passed,
-            tests_total=total,
-            cpu_s=report.get("cpu_s", 0.0),
-            wall_s=report.get("wall_s", 0.0),
-            memory_mib=report.get("memory_mib", 0.0),
-            isolation=self.isolation,
-            message=message.encode("utf-8", "backslashreplace").decode("utf-8")[:500],
+    def _efficiency(self, code: str, suite: TestSuite, graded: Graded) -> float:
+        """CPU time against the solution's, both measured on this judge; 0 where the solution does not pass."""
+        runs = [graded.cpu_s] + [self._cpu_s(code, suite) for _ in range(_MEASUREMENTS - 1)]
+        now = time.monotonic()
+        measured, when = self._solutions.get(suite.content_hash, (0.0, -_SOLUTION_AGE_S))
+        if now - when >= _SOLUTION_AGE_S:
+            assert suite.solution is not None
+            solution = extract_code(suite.solution, getattr(suite, "entry_point", ""), suite.language) or suite.solution
+            measured = min(self._cpu_s(solution, suite) for _ in range(_MEASUREMENTS))
+            self._solutions[suite.content_hash] = (measured, now)
+        runs_of_processes = graded.total if suite.kind not in ("asserts", "check") else 1
+        return rewards.efficiency(min(runs), measured, self._baseline_s() * runs_of_processes)
+
+    def _cpu_s(self, code: str, suite: TestSuite) -> float:
+        """Of one pass in fresh processes; infinite where it does not pass."""
+        graded = self._grade(code, suite, stop_early=True)
+        return graded.cpu_s if graded.outcome()[0] is Verdict.ACCEPTED else float("inf")
+
+    def _baseline_s(self) -> float:
+        """CPU time of a program that does nothing."""
+        if "" not in self._solutions:
+            suite = StdinSuite(kind="stdin", cases=({"output": ""},))  # type: ignore[arg-type]
+            self._solutions[""] = (min(self._cpu_s("pass", suite) for _ in range(2 * _MEASUREMENTS)), 0.0)
+        return self._solutions[""][0]
+
+
+def extract(completion: str, suite: TestSuite, config: RewardConfig) -> str | JudgeResult:
+    """The code to run, or the result that needs no run. Linear in the completion; nothing is parsed."""
+    if len(completion) > config.max_completion_kib * 1024:
+        text = f"The completion is longer than reward.max_completion_kib = {config.max_completion_kib}."
+        return _unrun(Verdict.COMPILE_ERROR, text)
+    code = extract_code(completion, getattr(suite, "entry_point", ""), suite.language)
+    if code is None:
+        return _unrun(Verdict.NO_CODE, "No code in the completion.")
+    if "\0" in code:  # CPython's answer to it depends on the version
+        return _unrun(Verdict.COMPILE_ERROR, "The source holds a NUL byte.")
+    return code
+
+
+def _unrun(verdict: Verdict, message: str) -> JudgeResult:
+    return JudgeResult(verdict=verdict, reward=0.0, parts={"correctness": 0.0}, message=message, repeatable=True)
+
+
+def _infra(message: str, *, retry: bool) -> JudgeResult:
+    message = message.encode("utf-8", "backslashreplace").decode("utf-8")[:500]
+    return JudgeResult(verdict=Verdict.INFRA_ERROR, message=message, repeatable=not retry)
+
+
+def _repeatable(verdict: Verdict, graded: Graded) -> bool:
+    """Whether the same code would get the same verdict again, so that it may be kept."""
+    if verdict in (Verdict.ACCEPTED, Verdict.WRONG_ANSWER, Verdict.COMPILE_ERROR, Verdict.NO_CODE):
+        return all(test.verdict not in (Verdict.TIME_LIMIT, Verdict.MEMORY_LIMIT) for test in graded.tests)
+    return verdict is Verdict.RUNTIME_ERROR and graded.runtime_is_deterministic
+
+
+def _custom_grader(name: str, config: RewardConfig) -> Grader:
+    if name not in config.graders:
+        raise Refused(f"The grader {name!r} is not allowed on this node (reward.graders).")
+    found = [entry for entry in entry_points(group="forebay.graders") if entry.name == name]
+    if not found:
+        raise Refused(
+            f"The grader {name!r} is not installed: no entry point of that name in the group forebay.graders."
         )
-
-
-# --- the steps of an attempt ---
-
-
-def _load(session: Session, code: str, outcome: _Outcome) -> None:
-    """Compile and load in the guest."""
-    reply = values.unpack(session.exchange(values.pack(code)))
-    if reply != ["compiled"]:
-        outcome.fail(Verdict.COMPILE_ERROR, _raised_text(reply))
-        return
-    outcome.compiled = True
-    reply = values.unpack(session.exchange(values.pack("load")))
-    if reply != ["loaded"]:
-        _fail_raised(outcome, _raised_text(reply))
-
-
-def _raised_text(reply: Any) -> str:
-    if isinstance(reply, list) and len(reply) == 3 and isinstance(reply[1], str) and isinstance(reply[2], str):
-        return f"{reply[1][:80]}: {reply[2][:300]}"
-    raise values.ValueRefused("Not a reply.")
-
-
-def _fail_raised(outcome: _Outcome, text: str) -> None:
-    outcome.fail(Verdict.MEMORY_LIMIT if text.startswith("MemoryError") else Verdict.RUNTIME_ERROR, text)
-
-
-def _run_inline(session: Session, plan: CompiledSuite, outcome: _Outcome, stop_early: bool) -> None:
-    """Evaluate each assert here, over values that came from the guest."""
-
-    def proxy(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            encoder = values.Encoder()
-            try:
-                frame = values.pack(["call", name, encoder.encode(args), encoder.encode(kwargs), False])
-            except values.ValueRefused as error:
-                raise _SuiteError(str(error)) from None
-            body = session.exchange(frame)
-            outcome.num_calls += 1
-            return values.read_reply(body, values.Decoder())[0]
-
-        return call
-
-    assert plan.inline is not None
-    scope = inline_scope(plan, {name: proxy(name) for name in plan.names})
-    for code in plan.inline:
-        outcome.num_run += 1
-        try:
-            if eval(code, scope):  # the suite's expression, of allowed nodes and names only
-                outcome.num_passed += 1
-            else:
-                outcome.fail(Verdict.WRONG_ANSWER, f"Test {outcome.num_run} failed.")
-        except values.CandidateRaised as raised:
-            _fail_raised(outcome, str(raised))
-        except _SuiteError as error:
-            outcome.infra = str(error)
-            return
-        except (Ended, WorkerDied, values.ValueRefused):
-            raise
-        except Exception as error:  # the value does not fit the test (len(None)): a failed test
-            outcome.fail(Verdict.WRONG_ANSWER, f"Test {outcome.num_run} failed: {type(error).__name__}.")
-        if stop_early and outcome.failed:
-            return
-    outcome.finished = True
-
-
-class _SuiteError(Exception):
-    """An argument of the suite's own can't be sent."""
-
-
-def _run_remote(
-    session: Session, worker: Worker, plan: CompiledSuite, limits: Limits, outcome: _Outcome, stop_early: bool
-) -> None:
-    """Run the tests in their own guest and carry its calls to the candidate's; frames pass as bytes, read only at their ends."""
-    extra = limits.model_copy(
-        update={
-            "cpu_s": limits.cpu_s + _TESTS_EXTRA_S,
-            "wall_s": limits.wall_limit_s + _TESTS_EXTRA_S,
-            "memory_mib": max(limits.memory_mib, _TESTS_MEMORY_MIB),
-        }
-    )
-    tests = worker.open("tests", extra)
-    job = {"names": plan.names, "entry_point": plan.entry_point, "kind": plan.kind, "source": plan.source}
-    ended = False
-    try:
-        frame = values.pack(job)
-        while True:
-            body = tests.exchange(frame)
-            message = values.unpack(body)
-            frame = b""
-            if message[0] == "call":
-                try:
-                    answer = session.exchange(len(body).to_bytes(4, "big") + body)
-                except Ended:
-                    ended = True
-                    raise
-                outcome.num_calls += 1
-                frame = len(answer).to_bytes(4, "big") + answer
-            elif _note(message, outcome) or (stop_early and outcome.failed):
-                return
-    except Ended:
-        if ended:
-            raise
-        outcome.infra = "The tests' own process passed its limits or died."
-    finally:
-        tests.finish()
-
-
-def _note(message: list[Any], outcome: _Outcome) -> bool:
-    """Count one message of the tests; ``True`` when they are done."""
-    what, kind, text = message
-    if what == "test":
-        outcome.num_run += 1
-        outcome.num_passed += kind == "ok"
-    if kind == "raised":
-        _fail_raised(outcome, text)
-    elif kind == "refused":
-        outcome.fail(Verdict.RUNTIME_ERROR, text)
-    elif kind == "suite":
-        outcome.infra = outcome.infra or f"The tests failed by themselves: {text}"
-    elif kind != "ok":
-        outcome.fail(Verdict.WRONG_ANSWER, text or f"Test {outcome.num_run} failed.")
-    outcome.finished = what == "done"
-    return outcome.finished or bool(outcome.infra)
-
-
-def _num_oom_kills() -> int:
-    """Processes that the kernel has killed for want of memory since boot: tells that from a program that kills itself."""
-    try:
-        return int(Path("/proc/vmstat").read_text().partition("oom_kill ")[2].split()[0])
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
-def _verdict(outcome: _Outcome, report: dict[str, Any], limits: Limits) -> tuple[Verdict, str]:
-    """SANDBOX.md 1.5, from the worker's report first and the guest's words last."""
-    number, killed = report["signal"], report["killed"]
-    if outcome.infra:
-        return Verdict.INFRA_ERROR, outcome.infra
-    if outcome.failed and outcome.failed[0] is Verdict.COMPILE_ERROR:
-        return outcome.failed
-    if number == signal.SIGSYS:
-        return Verdict.SECURITY_VIOLATION, "Killed for a forbidden system call."
-    if killed == "output":
-        return Verdict.OUTPUT_LIMIT, f"More than {limits.output_kib} KiB of output."
-    if killed in ("cpu", "wall"):
-        return Verdict.TIME_LIMIT, f"The {killed} time limit passed."
-    if number == signal.SIGXCPU:
-        return Verdict.TIME_LIMIT, "The cpu time limit passed."
-    if not killed and number == signal.SIGKILL and report["memory_mib"] >= 0.9 * limits.memory_mib:
-        return Verdict.MEMORY_LIMIT, "Killed by the kernel, out of memory."
-    if outcome.failed:
-        return outcome.failed
-    if outcome.finished and outcome.num_run and outcome.num_calls and outcome.num_passed == outcome.num_run:
-        return Verdict.ACCEPTED, ""
-    if outcome.finished:
-        return Verdict.INFRA_ERROR, "The suite ran to its end without testing the candidate."
-    if not outcome.compiled:
-        return Verdict.COMPILE_ERROR, f"The compiler died (signal {number})."
-    if number:
-        return Verdict.RUNTIME_ERROR, f"Killed by signal {number}."
-    if not killed and report["exit"] == 70:
-        return Verdict.RUNTIME_ERROR, "The program's answering process failed."
-    return Verdict.RUNTIME_ERROR, f"The program ended without an answer (exit code {report['exit']})."
+    grader: Any = found[0].load()
+    return grader

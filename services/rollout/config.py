@@ -12,7 +12,7 @@ from common.config import StrictModel
 class FakeEngineConfig(StrictModel):
     """A scripted engine without a model, for tests of everything around it. It never stands in for vLLM in a claim."""
 
-    completion: str = "```python\ndef f(x):\n    return x\n```"
+    completion: str = "```python\ndef f(x):\n    return x\n```"  # {sample} in it is another text in each sample
     tokens_per_s: float = Field(default=2000.0, gt=0)  # for each sequence
     num_tokens: int = Field(default=16, gt=0)
     fail_every: int = Field(default=0, ge=0)  # every n-th group fails; 0: none

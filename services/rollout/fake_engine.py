@@ -73,7 +73,7 @@ class FakeEngine:
                 prompt_ids=prompt_ids,
                 completion_ids=(1 + np.arange(count) % 7).astype(np.int32),
                 logprobs=np.full(count, -1.0, dtype=np.float32),
-                text=self.config.completion,
+                text=self.config.completion.replace("{sample}", f"{seed}-{sample_index}"),
                 finish_reason="stop",
                 segments=segments,
             )

@@ -205,6 +205,7 @@ def test_equal_rewards_are_refilled_some_times_and_then_trained_as_no_signal(tmp
         summary = run.assert_finished()
         assert 3 <= summary["ledger"]["groups_filtered"] <= 3 * 4
         assert [row["reward/no_signal_groups"] for row in summary["steps"]] == [1.0] * 3
+        assert summary["verdicts_copied"] > 0, "one text is judged once in a group"
 
 
 def test_staleness_0_is_synchronous(tmp_path):

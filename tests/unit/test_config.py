@@ -56,6 +56,8 @@ def test_impossible_values_are_refused(override, words):
         ("run.model=nowhere", "no Hugging Face checkpoint"),
         ("run.key_file=nowhere", "forebay keys"),
         ("coordinator.tasks=nowhere.jsonl", "no file at"),
+        ("coordinator.tasks=README.md", "README.md:1 is not JSON"),
+        ("reward.drain_timeout_s=10", "up.stop_timeout_s"),
         ("run.max_completion_tokens=100000", "lower them by"),
         ("learner.parallel.tensor=3", "use one of"),
         ("up.rollout_devices=[[0],[1]]", "up.rollout_nodes"),

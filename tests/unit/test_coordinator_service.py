@@ -6,7 +6,7 @@ import pytest
 from protocol import messages as m
 from protocol.codec import Received
 from protocol.config import RunConfig
-from protocol.suites import AssertSuite
+from protocol.suites import AssertSuite, hash_of, parse_suite
 from protocol.tasks import Task
 from protocol.verdicts import JudgeResult, Verdict
 from services.coordinator.config import CoordinatorConfig
@@ -14,6 +14,7 @@ from services.coordinator.journal import Journal
 from services.coordinator.service import Coordinator
 
 BROKEN = JudgeResult(verdict=Verdict.INFRA_ERROR, message="no disk")
+RIGHT = JudgeResult(verdict=Verdict.ACCEPTED, reward=1.0, cpu_s=0.5)
 SUITE = AssertSuite(kind="asserts", entry_point="f", code="assert f(1) == 1")
 V1 = m.VersionTag(version=1)
 
@@ -41,14 +42,22 @@ class Desk:
         self.coordinator._handle(identity.encode(), Received(message, "r", self.seq, 0, arrays))
         self.coordinator._give_out()
         outbox, self.coordinator._outbox = self.coordinator._outbox, []
+        self.arrays = [arrays for _, _, _, arrays in outbox]
         return [(to.decode(), message) for to, message, _, _ in outbox]
+
+    def score(self, identity, lease, result):
+        fields = {name: getattr(lease, name) for name in ("lease_id", "group_id", "sample_index")}
+        return self.say(identity, m.ScoreResult(**fields, result=result))
+
+    def samples_of(self, group_id):
+        return self.coordinator.pool.groups[group_id].samples
 
     def sample(self, identity, lease, index, **changes):
         result = m.SampleResult(
             lease_id=lease.lease_id,
             group_id=lease.group_id,
             sample_index=index,
-            text="x",
+            text=changes.pop("text", f"text {index}"),
             finish_reason="stop",
             segments=changes.pop("segments", [m.Segment(version=0, num_tokens=3)]),
         )
@@ -171,6 +180,116 @@ def test_what_an_idle_node_generated_and_never_sent_is_written_off(desk):
         desk.say("gen#1", m.Heartbeat(capacity=0, counters={"generated_tokens": generated}))
     assert desk.coordinator.pool.ledger.failed == 100
     assert desk.coordinator.members.nodes["gen"].tokens_in_flight == 0
+
+
+# ---- suites by name ----
+
+
+def test_a_lease_names_its_suite_and_the_suite_comes_when_it_is_asked_for(desk):
+    (_, lease), *_ = of(m.GenerateLease, desk.join("rollout", "gen"))
+    desk.join("reward", "judge")
+    [(_, score)] = of(m.ScoreLease, desk.sample("gen#1", lease, 0))
+    [(to, answer)] = of(m.Suite, desk.say("judge#1", m.SuiteRequest(suite_hash=score.suite_hash)))
+    data = desk.arrays[0]["json_utf8"].tobytes()
+    assert (to, answer.suite_hash) == ("judge#1", score.suite_hash)
+    assert hash_of(data) == score.suite_hash
+    assert parse_suite(data) == SUITE
+
+
+def test_a_suite_that_no_lease_has_named_is_refused_without_ending_the_node(desk):
+    desk.join("reward", "judge")
+    [(_, refused)] = desk.say("judge#1", m.SuiteRequest(suite_hash="beef"))
+    assert isinstance(refused, m.Refused)
+    assert not refused.fatal
+    assert "'beef'" in refused.reason
+
+
+# ---- twins: the same text twice in a group ----
+
+
+@pytest.fixture
+def twins(tmp_path):
+    """A group of 4 of which 0, 1 and 2 have one text; 0 is leased, 3 too."""
+    desk = Desk(tmp_path, group_size=4)
+    (_, desk.lease), *_ = of(m.GenerateLease, desk.join("rollout", "gen"))
+    for name in ("a", "b"):
+        desk.join("reward", name, capacity=3)
+    sent = [desk.sample("gen#1", desk.lease, index, text="rare" if index == 3 else "same") for index in range(4)]
+    desk.scores = [pair for each in sent for pair in of(m.ScoreLease, each)]
+    yield desk
+    desk.journal.close()
+
+
+def test_a_text_is_judged_once_and_its_verdict_serves_the_group(twins):
+    assert [lease.sample_index for _, lease in twins.scores] == [0, 3]
+    to, lease = twins.scores[0]
+    sent = twins.score(to, lease, RIGHT)
+    assert of(m.ScoreLease, sent) == []
+    samples = twins.samples_of(lease.group_id)
+    assert [samples[index].result for index in range(4)] == [RIGHT, RIGHT, RIGHT, None]
+    assert twins.coordinator.leases.num_copied == 2
+    assert twins.coordinator.leases.verdicts["accepted"] == 3
+    twins.score(*twins.scores[1], RIGHT)
+    assert str(twins.coordinator.pool.groups[lease.group_id].status) == "ready"
+
+
+def test_a_twin_that_comes_after_the_verdict_takes_it_at_once(tmp_path):
+    desk = Desk(tmp_path, group_size=3)
+    (_, lease), *_ = of(m.GenerateLease, desk.join("rollout", "gen"))
+    desk.join("reward", "judge")
+    [pair] = of(m.ScoreLease, desk.sample("gen#1", lease, 0, text="same"))
+    desk.score(*pair, RIGHT)
+    assert of(m.ScoreLease, desk.sample("gen#1", lease, 2, text="same")) == []
+    assert desk.samples_of(lease.group_id)[2].result == RIGHT
+    desk.journal.close()
+
+
+def test_a_text_whose_judge_failed_is_judged_under_the_next_sample_of_it(twins):
+    to, lease = twins.scores[0]
+    [(_, again)] = of(m.ScoreLease, twins.score(to, lease, BROKEN))
+    assert (again.sample_index, again.completion) == (1, "same"), "the one that was held"
+    twins.score("b#1", again, RIGHT)
+    samples = twins.samples_of(lease.group_id)
+    assert [samples[index].result for index in range(3)] == [RIGHT] * 3
+    assert [samples[index].score_attempts for index in range(3)] == [1, 0, 0]
+
+
+def test_a_text_whose_node_left_is_judged_on_another(twins):
+    to, lease = twins.scores[0]
+    [(other, again), *rest] = of(m.ScoreLease, twins.say(to, m.Goodbye(reason="drained")))
+    assert other != to
+    assert [again.completion, *(each.completion for _, each in rest)].count("same") == 1
+    twins.score(other, again, RIGHT)
+    assert all(twins.samples_of(lease.group_id)[index].result == RIGHT for index in range(3))
+
+
+def test_twins_whose_lease_is_given_up_are_judged_all_the_same(twins):
+    _, lease = twins.scores[0]
+    for _ in range(twins.coordinator.config.score_attempts * 3):
+        open_leases = [
+            (node, each)
+            for node, each in twins.scores
+            if each.completion == "same" and each.lease_id in twins.coordinator.members.leases
+        ]
+        sent = [message for node, each in open_leases for message in twins.score(node, each, BROKEN)]
+        twins.scores += of(m.ScoreLease, sent)
+    assert all(twins.samples_of(lease.group_id)[index].lost for index in range(3))
+
+
+def test_a_coordinator_that_starts_again_copies_what_was_judged_before(twins, tmp_path):
+    _, lease = twins.scores[0]
+    twins.score(*twins.scores[1], RIGHT)
+    group = twins.coordinator.pool.groups[lease.group_id]
+    twins.coordinator.pool.add_result(lease.group_id, 0, RIGHT)  # as if it died between this and the copies
+    assert group.samples[1].result is None
+    twins.journal._queue.put((twins.coordinator.pool.drain_records(), None))
+    twins.journal.close()
+    again = Desk(tmp_path, group_size=4)
+    assert of(m.ScoreLease, again.join("reward", "a")) == []
+    assert str(again.coordinator.pool.groups[lease.group_id].status) == "ready"
+    assert again.coordinator.leases.num_copied == 2
+    again.journal.close()
+    twins.journal = again.journal
 
 
 # ---- weight updates ----

@@ -21,6 +21,10 @@ TAG = m.VersionTag(version=3, incarnation=1)
 SUITE = AssertSuite(kind="asserts", entry_point="f", code="assert f(1) == 2")
 RESULT = JudgeResult(verdict=Verdict.ACCEPTED, reward=1.0, parts={"correctness": 1.0}, tests_passed=1, tests_total=1)
 SEGMENT = m.Segment(version=3, num_tokens=2)
+ARRAYS = {
+    "logprobs": np.array([1.5, -2.0], np.float32),
+    "json_utf8": np.frombuffer(SUITE.to_json(), np.uint8),
+}
 
 EXAMPLES = [
     m.Hello(role="rollout", node_id="n", host="h", pid=1, capacity=4, holds=TAG, num_workers=1),
@@ -45,7 +49,11 @@ EXAMPLES = [
     m.LeaseFailed(lease_id="a-1", error="e", permanent=True, num_tokens=3),
     m.CancelLease(lease_id="a-1", reason="late"),
     m.LeaseCancelled(lease_id="a-1", reason="drain", num_tokens=3),
-    m.ScoreLease(lease_id="a-2", group_id=1, sample_index=0, completion="x", suite=SUITE, timeout_s=9.0),
+    m.ScoreLease(
+        lease_id="a-2", group_id=1, sample_index=0, completion="x", suite_hash=SUITE.content_hash, timeout_s=9.0
+    ),
+    m.SuiteRequest(suite_hash=SUITE.content_hash),
+    m.Suite(suite_hash=SUITE.content_hash),
     m.ScoreResult(lease_id="a-2", group_id=1, sample_index=0, result=RESULT),
     m.BatchRequest(step=4),
     m.Batch(
@@ -89,10 +97,7 @@ EXAMPLES = [
 
 
 def frames_of(message):
-    arrays = {
-        name: np.array([1.5, -2.0], np.float32) if name == "logprobs" else np.array([1, 2], np.int32)
-        for name in message.arrays
-    }
+    arrays = {name: ARRAYS.get(name, np.array([1, 2], np.int32)) for name in message.arrays}
     return [bytes(frame).hex() for frame in encode(message, run_id="run", seq=1, re=2, arrays=arrays)]
 
 

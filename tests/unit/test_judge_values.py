@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.reward.graders.assert_plans import compile_suite
 from services.reward.sandbox.values import (
     CandidateRaised,
     Decoder,
@@ -26,7 +27,6 @@ from services.reward.sandbox.values import (
     read_reply,
     unpack,
 )
-from services.reward.suites import compile_suite
 
 hashable = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=20),

@@ -1,89 +1,227 @@
-"""What runs inside the sandbox's forked processes: the server of the candidate's functions, and the runner of tests.
+"""What runs inside the sandbox's forked processes: programs, the server of a candidate's functions, the runner of tests, compilers.
 
-Loaded by path in a worker; standard library only. Nothing here is trusted on the candidate's side: the candidate shares its process
-with ``serve_candidate`` and can answer a call with any bytes. It never holds an expected value, so that is all it can do.
+Loaded by path in a worker; standard library only, and imported when it is needed. Nothing here is trusted on the candidate's side: the
+candidate shares its process with this code and can answer with any bytes. It never holds an expected value, so that is all it can do.
+
+Descriptors: 0 standard input, 1 and 2 output, 3 the channel to the judge (frames of 4 bytes of length and a body), 4 a compiled program
+for those that run one. A role returns its exit code.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
-import types
-from typing import Any
 
-import forebay_values as values  # the worker registers values.py under this name
-
-
-class Channel:
-    """Blocking frames over the one socket of a guest."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-
-    def read(self) -> bytes:
-        """The next frame's body. The other side going away ends this process."""
-        return self._exactly(values.frame_size(self._exactly(4)))
-
-    def _exactly(self, count: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < count:
-            part = self._sock.recv(count - len(parts))
-            if not part:
-                os._exit(0)
-            parts += part
-        return bytes(parts)
-
-    def write(self, message: Any) -> None:
-        """Send one frame."""
-        self._sock.sendall(values.pack(message))
+CHANNEL, PROGRAM = 3, 4
+EXIT_FAILED = 70  # this code failed, not the candidate's
+EXIT_MEMORY = 97  # the program ended by a MemoryError that it did not catch
+_MAX_FRAME = 8 << 20
+values = sys.modules.get(
+    "forebay_values"
+)  # loaded by workers that serve functions; not by those for programs without imports
 
 
-def serve_candidate(channel: Channel) -> None:
-    """Compile, load, then answer calls until killed."""
-    code = values.unpack(channel.read())
+def read_frame() -> bytes:
+    """The next frame's body. The judge going away ends this process."""
+    size = int.from_bytes(_exactly(4), "big")
+    if size > _MAX_FRAME:
+        os._exit(EXIT_FAILED)
+    return _exactly(size)
+
+
+def _exactly(count: int) -> bytes:
+    parts = []
+    while count:
+        part = os.read(CHANNEL, min(count, 1 << 20))
+        if not part:
+            os._exit(0)
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def write_frame(body: bytes) -> None:
+    """Send one frame."""
+    data = memoryview(len(body).to_bytes(4, "big") + body)
+    while data:
+        data = data[os.write(CHANNEL, data) :]
+
+
+def parts(body: bytes) -> list[bytes]:
+    """A list of byte strings, each 4 bytes of length and the bytes: the form of frames that carry programs."""
+    found, at = [], 0
+    while at < len(body):
+        size = int.from_bytes(body[at : at + 4], "big")
+        found.append(body[at + 4 : at + 4 + size])
+        at += 4 + size
+    return found
+
+
+# ---- Python: source or code object in, a loaded module out ----
+
+
+def _compile(frame: list[bytes]) -> object:
+    """The code object of ``[b"source", TEXT]`` or ``[b"code", MARSHALLED]``; tells the judge ``c`` (with the code object, if it is asked
+    for by ``b"keep"``) or ``e`` with the error, and then ends."""
+    form, data, keep = frame
+    if form == b"code":  # made by _compile in a guest like this one, before any candidate's code ran there
+        import marshal
+
+        return marshal.loads(data)
     try:
-        compiled = compile(code, "<candidate>", "exec", dont_inherit=True)
+        code = compile(data.decode("utf-8", "surrogatepass"), "main.py", "exec", dont_inherit=True)
     except BaseException as error:  # whatever the compiler says is the verdict
-        channel.write(["compile_error", *values.describe(error)])
-        return
-    channel.write(["compiled"])
-    channel.read()
-    module = types.ModuleType("solution")  # not __main__: a guard must not run for call tests
+        write_frame(b"e" + _describe(error).encode("utf-8", "backslashreplace"))
+        os._exit(0)
+    if keep == b"keep":
+        import marshal
+
+        write_frame(b"c" + marshal.dumps(code))
+    else:
+        write_frame(b"c")
+    return code
+
+
+def _describe(error: BaseException) -> str:
+    name = type(error).__name__
+    if isinstance(error, SyntaxError) and error.lineno:
+        return f"{name}: {error.msg} (line {error.lineno})"[:300]
+    try:
+        return f"{name}: {error}"[:300]
+    except BaseException:  # the text of a candidate's exception is the candidate's code
+        return name
+
+
+def _seed() -> None:
+    random = sys.modules.get("random")
+    if random is not None:
+        random.seed(0)
+
+
+# ---- a whole program on standard input and output ----
+
+
+def run_program() -> int:
+    """Compile, leave the channel, run as ``__main__``: its exit code, by the rules of an interpreter."""
+    code = _compile(parts(read_frame()))
+    os.close(CHANNEL)
+    _seed()
+    main = type(sys)("__main__")
+    main.__dict__["__file__"] = "main.py"
+    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    sys.modules["__main__"] = main
+    sys.argv[:] = ["main.py"]
+    status = _outcome(lambda: exec(code, main.__dict__))  # this is what a sandbox is for
+    threading = sys.modules.get("threading")
+    if threading is not None:
+        status = _outcome(threading._shutdown) or status
+    atexit = sys.modules.get("atexit")
+    if atexit is not None:
+        atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+    except BaseException:  # as an interpreter does when it can't flush
+        return 120
+    return status
+
+
+def _outcome(action: object) -> int:
+    try:
+        action()
+    except SystemExit as stop:
+        if stop.code is None:
+            return 0
+        if isinstance(stop.code, int):
+            return stop.code & 0xFF
+        print(stop.code, file=sys.stderr)
+        return 1
+    except MemoryError:
+        return EXIT_MEMORY
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+# ---- a program in another language ----
+
+
+def run_native() -> int:
+    """``[argument count, arguments..., name, content, ...]``: write the files into the box, then become the program. An empty first
+    argument is the compiled program on descriptor 4."""
+    frame = parts(read_frame())
+    count = int(frame[0])
+    arguments, files = frame[1 : 1 + count], frame[1 + count :]
+    for name, content in zip(files[::2], files[1::2], strict=True):
+        with open(name, "wb") as file:
+            file.write(content)
+    environment = {"PATH": "/usr/bin:/bin", "HOME": os.getcwd(), "TMPDIR": os.getcwd(), "LANG": "C.UTF-8", "TZ": "UTC"}
+    environment["OPENSSL_CONF"] = "/dev/null"  # node would otherwise look for one in /etc
+    target = PROGRAM if not arguments[0] else arguments[0]
+    os.execve(target, [arguments[0] or b"main", *arguments[1:]], environment)
+    return EXIT_FAILED
+
+
+# ---- the candidate's functions, called by the judge ----
+
+
+def serve_functions() -> int:
+    """Compile, load, then answer calls until killed."""
+    code = _compile(parts(read_frame()))
+    _seed()
+    module = type(sys)("solution")  # not __main__: a guard must not run for call tests
     sys.modules["solution"] = module
     try:
-        exec(compiled, module.__dict__)  # this is what a sandbox is for
+        exec(code, module.__dict__)
     except BaseException as error:  # SystemExit too; the tests did not pass, whatever it was
-        channel.write(["raised", *values.describe(error)])
-        return
-    channel.write(["loaded"])
-    handles: list[Any] = []
+        write_frame(values.dumps(["raised", *values.describe(error)]))
+        return 0
+    write_frame(values.dumps(["loaded"]))
+    handles: list = []
     encoder = values.Encoder(handles)
     decoder = values.Decoder(lambda number, _name: handles[number])
     while True:
-        channel.write(_answer(values.unpack(channel.read()), module.__dict__, handles, encoder, decoder))
+        write_frame(_answer(values.unpack(read_frame()), module.__dict__, handles, encoder, decoder))
 
 
-def _answer(call: Any, scope: dict[str, Any], handles: list[Any], encoder: Any, decoder: Any) -> Any:
-    _, target, args_tree, kwargs_tree, want_args = call
+def _answer(call, scope, handles, encoder, decoder) -> bytes:
+    _, target, args_tree, kwargs_tree, options = call
     try:
-        if isinstance(target, list):
-            function = getattr(handles[target[0]], target[1])
-        elif target in scope:
-            function = scope[target]
-        else:
-            raise NameError(f"name {target!r} is not defined")
+        function = getattr(handles[target[0]], target[1]) if isinstance(target, list) else _find(scope, target)
         args = decoder.decode(args_tree)
         result = function(*args, **decoder.decode(kwargs_tree))
+        if "await" in options and hasattr(result, "__await__"):
+            import asyncio
+
+            result = asyncio.run(_awaited(result))
         tree = encoder.encode(result)
-        reply = ["value", tree, _changed(args, args_tree, encoder) if want_args else None]
-        values.pack(reply)
-        return reply
+        return values.dumps(["value", tree, _changed(args, args_tree, encoder) if "args" in options else None])
     except BaseException as error:  # SystemExit and the like fail the test; the judge decides
-        return ["raised", *values.describe(error)]
+        return values.dumps(["raised", *values.describe(error)])
 
 
-def _changed(args: Any, before: Any, encoder: Any) -> Any:
+async def _awaited(coroutine: object) -> object:
+    return await coroutine
+
+
+def _find(scope: dict, name: str) -> object:
+    """A function of the module, or a method of a new instance: of the class named before the dot, else of ``Solution``."""
+    owner, _, method = name.rpartition(".")
+    if not owner:
+        if name in scope:
+            return scope[name]
+        if hasattr(scope.get("Solution"), name):
+            owner, method = "Solution", name
+        else:
+            raise NameError(f"name {name!r} is not defined")
+    if owner not in scope and owner == "Solution" and method in scope:
+        return scope[method]
+    if owner not in scope:
+        raise NameError(f"class {owner!r} is not defined")
+    return getattr(scope[owner](), method)
+
+
+def _changed(args, before, encoder) -> object:
     try:
         after = encoder.encode(args)
     except values.ValueRefused:
@@ -91,7 +229,7 @@ def _changed(args: Any, before: Any, encoder: Any) -> Any:
     return None if after == before else after
 
 
-# --- the tests' process: no candidate code here ---
+# ---- the tests' process: no candidate code here ----
 
 
 class _TestError(Exception):
@@ -101,53 +239,46 @@ class _TestError(Exception):
 class Remote:
     """A function of the candidate, or a method of an object there, as the tests see it."""
 
-    def __init__(self, channel: Channel, target: Any) -> None:
-        self._channel = channel
+    def __init__(self, target) -> None:
         self._target = target
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args, **kwargs):
         try:
-            frame = ["call", self._target, values.Encoder().encode(args), values.Encoder().encode(kwargs), True]
+            encoder = values.Encoder()
+            frame = values.dumps(["call", self._target, encoder.encode(args), encoder.encode(kwargs), ["args"]])
         except values.ValueRefused as error:
             raise _TestError(str(error)) from None
-        self._channel.write(frame)
+        write_frame(frame)
         try:
-            value, changed = values.read_reply(self._channel.read(), values.Decoder(self._handle))
+            value, changed = values.read_reply(read_frame(), values.Decoder(RemoteObject))
         except values.CandidateRaised as raised:
             error = _as_builtin(raised)
-            error.forebay_raised = str(raised)  # type: ignore[attr-defined]
+            error.forebay_raised = str(raised)
             raise error from None
         if changed is not None:
             for mine, theirs in zip(args, changed, strict=False):
                 _copy_back(mine, theirs)
         return value
 
-    def _handle(self, number: int, type_name: str) -> Any:
-        return RemoteObject(self._channel, number, type_name)
 
-
-class RemoteObject(values.Opaque):
+class RemoteObject(values.Opaque if values else object):
     """An object that stays with the candidate; only its methods can be called."""
 
-    def __init__(self, channel: Channel, number: int, type_name: str) -> None:
-        super().__init__(number, type_name)
-        self._channel = channel
-
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
-        return Remote(self._channel, [self.number, name])
+        return Remote([self.number, name])
 
 
-def _as_builtin(raised: Any) -> BaseException:
+def _as_builtin(raised) -> BaseException:
     try:
-        error: BaseException = raised.builtin(str(raised))
+        error = raised.builtin(str(raised))
     except TypeError:  # UnicodeDecodeError and the like want more arguments
         error = ValueError(str(raised)) if issubclass(raised.builtin, ValueError) else Exception(str(raised))
     return error if isinstance(error, Exception) else RuntimeError(str(raised))
 
 
-def _copy_back(mine: Any, theirs: Any) -> None:
+def _copy_back(mine, theirs) -> None:
     if type(mine) is not type(theirs):
         return
     if isinstance(mine, list | bytearray):
@@ -157,24 +288,26 @@ def _copy_back(mine: Any, theirs: Any) -> None:
         mine.update(theirs)
 
 
-def run_tests(channel: Channel) -> None:
+def run_tests() -> int:
     """Run the instrumented tests; send ``["call", ...]``, ``["test", kind, text]`` and at last ``["done", kind, text]``."""
-    job = values.unpack(channel.read())
-    remotes = {name: Remote(channel, name) for name in job["names"]}
-    scope: dict[str, Any] = {
+    job = values.unpack(read_frame())
+    _seed()
+    remotes = {name: Remote(name) for name in job["names"]}
+    scope = {
         "__name__": "tests",
         **remotes,
-        "__forebay_ok__": lambda: channel.write(["test", "ok", ""]),
-        "__forebay_fail__": lambda error: channel.write(["test", *_kind(error)]),
+        "__forebay_ok__": lambda: write_frame(values.dumps(["test", "ok", ""])),
+        "__forebay_fail__": lambda error: write_frame(values.dumps(["test", *_kind(error)])),
     }
     try:
         exec(compile(job["source"], "<tests>", "exec"), scope)  # the tests, in a sandbox of their own
         if job["kind"] == "check":
             scope["check"](remotes[job["entry_point"]])
     except BaseException as error:  # classified and reported; the judge decides
-        channel.write(["done", *_kind(error)])
+        write_frame(values.dumps(["done", *_kind(error)]))
     else:
-        channel.write(["done", "ok", ""])
+        write_frame(values.dumps(["done", "ok", ""]))
+    return 0
 
 
 def _kind(error: BaseException) -> tuple[str, str]:
@@ -186,3 +319,24 @@ def _kind(error: BaseException) -> tuple[str, str]:
     if isinstance(error, _TestError | NameError | ImportError | MemoryError | RecursionError):
         return "suite", f"{type(error).__name__}: {error}"[:300]
     return "wrong", "" if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"[:300]
+
+
+# ---- static measures of a program's text ----
+
+
+def measure_readability() -> int:
+    """The source's metrics; nothing of it is run."""
+    source = read_frame().decode("utf-8", "surrogatepass")
+    measured = sys.modules["forebay_readability"].measure(source)
+    write_frame(values.dumps(["measured", values.Encoder().encode(measured)]))
+    return 0
+
+
+ROLES = {
+    "program": run_program,
+    "native": run_native,
+    "compile": run_native,
+    "functions": serve_functions,
+    "tests": run_tests,
+    "readability": measure_readability,
+}

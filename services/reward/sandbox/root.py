@@ -13,14 +13,15 @@ import forebay_linux as linux  # the worker registers linux.py under this name
 INNER_ID = 1000
 NOBODY = 65534
 BOX = "/tmp"  # of the sandbox's own root, a private tmpfs
-_BOX_OPTIONS = "size=33554432,nr_inodes=4096,mode=0700"
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+BOX_BYTES = 64 << 20
+_BOX_OPTIONS = f"size={BOX_BYTES},nr_inodes=4096,mode=0700"
+DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
-def library_paths() -> list[str]:
-    """Folders that an interpreter needs to import the standard library and load shared objects; nested ones left out."""
+def library_paths(extra: list[str]) -> list[str]:
+    """Folders that an interpreter needs to import the standard library and load shared objects, and ``extra``; nested ones left out."""
     wanted = ["/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo"]
-    wanted += [os.path.join(sys.base_prefix, "lib"), os.path.join(sys.base_prefix, "lib64"), *sys.path]
+    wanted += [os.path.join(sys.base_prefix, "lib"), os.path.join(sys.base_prefix, "lib64"), *sys.path, *extra]
     found: list[str] = []
     for path in wanted:
         inside = any(path == other or path.startswith(other + "/") for other in found)
@@ -29,15 +30,15 @@ def library_paths() -> list[str]:
     return found
 
 
-def enter_namespaces() -> None:
-    """Put this process into its own user, mount, net, ipc and uts namespaces with a root of its own; its next child is PID 1.
+def enter_namespaces(paths: list[str]) -> None:
+    """Put this process into its own user, mount, net, ipc and uts namespaces with a root of its own, where ``paths`` can be read;
+    its next child is PID 1.
 
     As root the process becomes ``nobody`` first, so that what runs inside is no one on the host either way.
 
     Raises:
         OSError: the kernel or its configuration refuses a step; the process is then good for nothing.
     """
-    paths = library_paths()
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     if os.geteuid() == 0:
         linux.unshare(linux.CLONE_NEWNS)
@@ -84,9 +85,13 @@ def _build_root(paths: list[str]) -> None:
     for path in paths:
         _bind_folder(path)
     os.makedirs("/dev", exist_ok=True)
-    for name in _DEVICES:
+    for name in DEVICES:
         os.close(os.open(f"/dev/{name}", os.O_CREAT | os.O_WRONLY, 0o644))
         linux.mount(f"/.host/dev/{name}", f"/dev/{name}", None, linux.MS_BIND)
+    os.makedirs("/proc", exist_ok=True)
+    linux.mount(
+        "/.host/proc", "/proc", None, linux.MS_BIND | linux.MS_REC
+    )  # the kernel gives a new one only to who sees one
     os.makedirs(BOX, exist_ok=True)
     os.symlink(BOX, "/dev/shm")
     linux.umount("/.host")
@@ -109,8 +114,61 @@ def _bind_folder(path: str) -> None:
     linux.mount(None, path, None, linux.MS_REMOUNT | linux.MS_BIND | secure | keep)
 
 
-def fresh_box(*, first: bool = False) -> None:
-    """An empty box for the next job: the old tmpfs goes as a whole, so nothing in it has to be walked or trusted."""
-    if not first:
-        linux.umount(BOX)
+def mount_box() -> None:
+    """The box: a private tmpfs, also /dev/shm. Called by PID 1, once."""
     linux.mount("tmpfs", BOX, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, _BOX_OPTIONS)
+
+
+def open_proc() -> int:
+    """Descriptor of a /proc of this pid namespace that no path leads to, for its PID 1 alone; -1 where the kernel refuses one
+    (as in containers that hide parts of the host's). Afterwards /proc is empty."""
+    try:
+        linux.mount("proc", BOX, "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
+        proc = os.open(BOX, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        linux.umount(BOX)
+    except OSError:
+        proc = -1
+    # The host's can't be unmounted from in here, so it is covered; only who may unmount (none of the guests) gets under it.
+    linux.mount(
+        "tmpfs", "/proc", "tmpfs", linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC, "size=4096"
+    )
+    return proc
+
+
+def wipe(box: str) -> None:
+    """Delete all that is in the box: never through a link, and whatever the modes are.
+
+    Raises:
+        OSError: something can't be deleted; the worker must not be used again.
+    """
+    os.chmod(box, 0o700)
+    os.chdir(
+        box
+    )  # and down from there by single names: a guest may have nested folders to paths that are too long to be said
+    levels = [_clear_folder()]
+    inside: list[str] = []
+    while True:
+        if levels[-1]:
+            name = levels[-1].pop()
+            os.chmod(name, 0o700)
+            os.chdir(name)
+            inside.append(name)
+            levels.append(_clear_folder())
+        elif inside:
+            levels.pop()
+            os.chdir("..")
+            os.rmdir(inside.pop())
+        else:
+            return
+
+
+def _clear_folder() -> list[str]:
+    """Delete the files of the working folder; its folders."""
+    folders = []
+    with os.scandir(".") as entries:
+        for entry in list(entries):
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.name)
+            else:
+                os.unlink(entry.name)
+    return folders

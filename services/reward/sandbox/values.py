@@ -10,10 +10,8 @@ from __future__ import annotations
 import builtins
 import itertools
 import json
-import struct
+import sys
 from collections import deque
-from decimal import Decimal
-from fractions import Fraction
 from typing import Any
 
 MAX_DEPTH = 64
@@ -91,9 +89,9 @@ class Encoder:
             return ["c", value.real.hex(), value.imag.hex()]
         if kind is range and len(value) <= MAX_NODES and abs(value.start) < _SMALL_INT > abs(value.stop):
             return ["r", value.start, value.stop, value.step]
-        if kind is Decimal:
+        if kind is _loaded("decimal", "Decimal"):
             return ["D", str(value)]
-        if kind is Fraction:
+        if kind is _loaded("fractions", "Fraction"):
             return ["F", self._encode(value.numerator, depth + 1), self._encode(value.denominator, depth + 1)]
         for view, tag in ((_KEYS, "dk"), (_VALUES, "dv"), (_ITEMS, "di")):
             if kind is view:
@@ -197,14 +195,23 @@ class Decoder:
                 raise ValueRefused("The range is too long.")
             return value
         if tag == "D" and len(rest) == 1:
+            from decimal import Decimal
+
             return Decimal(_text(rest[0], 400))
         if tag == "F" and len(rest) == 2:
+            from fractions import Fraction
+
             return Fraction(_int(self._decode(rest[0], depth + 1)), _int(self._decode(rest[1], depth + 1)))
         if tag in ("I", "dk", "dv", "di") and len(rest) == 1:
             return _view(tag, self._decode(rest[0], depth + 1))
         if tag == "o" and len(rest) == 2 and type(rest[0]) is int:
             return self.resolve(rest[0], _text(rest[1], 80))
         raise ValueRefused("Unknown tag.")
+
+
+def _loaded(module: str, name: str) -> type | None:
+    """A type of a module that a value can only have where the module is loaded; loading it for every guest would cost."""
+    return getattr(sys.modules.get(module), name, None)
 
 
 def _view(tag: str, items: Any) -> Any:
@@ -244,10 +251,16 @@ def pack(message: Any) -> bytes:
     Raises:
         ValueRefused: longer than a frame may be.
     """
+    body = dumps(message)
+    return len(body).to_bytes(4, "big") + body
+
+
+def dumps(message: Any) -> bytes:
+    """The body of one frame. Raises as ``pack`` does."""
     body = json.dumps(message, separators=(",", ":"), allow_nan=False).encode("ascii")
     if len(body) > MAX_FRAME_BYTES:
         raise ValueRefused("The value is too large for a frame.")
-    return struct.pack(">I", len(body)) + body
+    return body
 
 
 def frame_size(head: bytes) -> int:
@@ -256,10 +269,10 @@ def frame_size(head: bytes) -> int:
     Raises:
         ValueRefused: over the bound.
     """
-    (size,) = struct.unpack(">I", head)
+    size = int.from_bytes(head, "big")
     if size > MAX_FRAME_BYTES:
         raise ValueRefused("A frame is longer than allowed.")
-    return int(size)
+    return size
 
 
 def unpack(body: bytes) -> Any:

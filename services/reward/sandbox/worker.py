@@ -1,249 +1,368 @@
-"""The worker: a clean interpreter that isolates itself once and then forks one guest per job. Run by path, never imported.
+"""The worker: a clean interpreter that isolates itself once and then forks one guest per run. Run by path, never imported.
 
-``python -s -B worker.py LEVEL FD``. FD is a SOCK_SEQPACKET socket to the judge. In: ``{"role", "cpu_s", "wall_s", "memory_mib",
-"output_kib"}`` with the guest's channel as a descriptor, or ``kill``. Out: first ``{"ready": level}`` or ``{"error": why}``, then one
-report per job, measured here and not by the guest. The worker holds no tests and no code; those go over the channel, past it.
-The judge's end closing (the node left or was killed) ends the worker, and with it, as PID 1, everything inside.
+``python -S -s -B worker.py LEVEL FD BOX MODULES PATHS PROGRAMS``. FD is a SOCK_SEQPACKET socket to the judge; BOX the guests' folder (of
+the host, at level ``landlock`` and ``none``); MODULES are imported here, so that guests have them for nothing; PATHS (with colons) are
+readable besides the interpreter's own; PROGRAMS (with blanks) may be executed by guests that are programs themselves.
+
+In: first the seccomp programs, one message each; then lines (``Order``) with the guest's descriptors, or ``kill``. Out: first ``ready
+HAS_LANDLOCK HAS_PROC`` or ``error WHY``, then one report line a run, measured here and not by the guest: ``why it was killed, signal,
+exit code, cpu_s, wall_s, rss_kib, whether the box is clean``. The worker holds no tests and no code: those
+go over the guest's own descriptors, past it. The judge's end closing ends the worker, and with it, as PID 1, everything inside.
+
+Every page of this process is copied for every guest, so it imports as little as it can.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
+import _signal  # ``signal`` and ``socket`` would bring ``enum``, ``selectors`` and more along
+import _socket
 import gc
-import importlib.util
-import json
 import os
 import resource
 import select
-import shutil
-import signal
-import socket
 import sys
-import tempfile
 import time
-from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
+_KIB, _MIB = 1 << 10, 1 << 20
+_FIRST_FREE = 5  # guests have 0 to 4 at most
+_POLL_S = 0.05  # how often the processes of a guest that may have several are counted
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE = resource.getpagesize()
+_STACK_BYTES = 64 << 20  # the default of a suite
+_WARM_UPS = 20  # runs of the guest's code before the first fork: what the interpreter caches then need not be copied by each guest
 
 
-def _load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"forebay_{name}", os.path.join(_HERE, f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+def _load(name: str) -> object:
+    """One of the files beside this one, as the module ``forebay_NAME``."""
+    module = type(sys)(f"forebay_{name}")
+    sys.modules[module.__name__] = module
+    path = os.path.join(_HERE, f"{name}.py")
+    with open(path, encoding="utf-8") as file:
+        exec(compile(file.read(), path, "exec", dont_inherit=True), module.__dict__)  # our own source
     return module
 
 
-sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != _HERE]
-_load("values")
-linux = _load("linux")
-root = _load("root")
-guest = _load("guest")
+class Order:
+    """One run, as the judge asks for it: ``ROLE FILTER cpu_s wall_s memory_bytes stack_bytes processes``, blank-separated."""
 
-# Imported once here, so that a job pays nothing for them.
-_PRELUDE = (
-    "abc array bisect collections collections.abc copy dataclasses datetime decimal enum fractions functools hashlib heapq inspect "
-    "io itertools json math operator random re statistics string textwrap time traceback types typing unicodedata"
-)
-_MIB = 1 << 20
-_NICE_EXIT_S = 2.0
+    def __init__(self, line: bytes) -> None:
+        role, filter_name, cpu, wall, memory, stack, processes = line.decode("ascii").split()
+        self.role, self.filter = role, filter_name
+        self.cpu_s, self.wall_s = float(cpu), float(wall)
+        self.memory_bytes, self.stack_bytes, self.processes = int(memory), int(stack), int(processes)
+
+
+class Usage:
+    """What the processes of a guest have used that were reaped."""
+
+    def __init__(self) -> None:
+        self.cpu_s, self.rss_kib, self.status = 0.0, 0, 0
+
+    def add(self, usage: resource.struct_rusage) -> None:
+        """One more process."""
+        self.cpu_s += usage.ru_utime + usage.ru_stime
+        self.rss_kib = max(self.rss_kib, usage.ru_maxrss)
 
 
 class Worker:
-    """Runs jobs one after another. ``level`` is ``namespaces``, ``landlock`` or ``none``."""
+    """Runs guests one after another. ``level`` is ``namespaces``, ``landlock`` or ``none``."""
 
-    def __init__(self, level: str, control: socket.socket, baseline_bytes: int) -> None:
-        self.level = level
-        self.control = control
-        self.baseline_bytes = baseline_bytes
-        self.ruleset = -1
-        self.program = b""
-        if level == "namespaces":
-            self.box = root.BOX
-            root.fresh_box(first=True)
-        else:
-            self.box = tempfile.mkdtemp(prefix="forebay-box-")
-        if level != "none":
-            self.program = linux.seccomp_program(deny_signals=level == "landlock")
-        if level == "landlock":
-            devices = [f"/dev/{name}" for name in root._DEVICES]
-            self.ruleset = linux.landlock_ruleset(root.library_paths() + devices, self.box)
+    def __init__(self, level: str, control: _socket.socket, box: str, programs: list[bytes], proc: int) -> None:
+        self.level, self.control, self.box, self.proc = level, control, box, proc
+        made = [linux.SeccompProgram(program) for program in programs]
+        self.base, self.no_signals = made[0], made[4]
+        self.filters = dict(zip(("guest", "processes", "native"), made[1:4], strict=True))
+        self.rulesets: dict[str, int] = {}
+        self.baseline_bytes = int(_first_word(proc, f"{os.getpid()}/statm")) * _PAGE if proc >= 0 else 1 << 28
+        self.empty_inodes = os.statvfs(box).f_ffree if level == "namespaces" else -1
+
+    # ---- isolation of the worker itself ----
+
+    def confine(self, readable: list[str], programs: list[str]) -> bool:
+        """The filters that lie under all guests; whether Landlock is among them.
+
+        Raises:
+            OSError: a filter can't be had that this level is not safe without.
+        """
+        if self.level == "none":
+            return False
+        linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
+        devices = [f"/dev/{name}" for name in root.DEVICES if os.path.exists(f"/dev/{name}")]
+        has_landlock = linux.landlock_abi() >= 3
+        if not has_landlock and self.level == "landlock":
+            raise OSError(f"Landlock ABI {linux.landlock_abi()}: 3 is needed where there are no user namespaces")
+        if has_landlock:
+            libraries = [path for path in readable if "/lib" in path] if programs else []  # the loader is among them
+            self.rulesets["run"] = linux.landlock_ruleset(readable, libraries + programs[:1], devices, self.box)
+            self.rulesets["compile"] = linux.landlock_ruleset(readable, readable + programs, devices, self.box)
+        if self.level == "namespaces":
+            linux.drop_capabilities()
+            self.base.install()
+            if has_landlock and not programs:  # guests that may execute something get theirs one by one
+                if self.proc >= 0:
+                    linux.landlock_add(self.rulesets["run"], self.proc)
+                linux.install_landlock(self.rulesets["run"])
+                for ruleset in self.rulesets.values():
+                    os.close(ruleset)
+                self.rulesets.clear()
+        return has_landlock
+
+    # ---- serving ----
 
     def serve(self) -> None:
-        """Jobs until the judge goes away."""
+        """Runs until the judge goes away."""
         while True:
-            message, descriptors, _, _ = socket.recv_fds(self.control, 4096, 1)
-            if not message:
+            line, descriptors = _receive(self.control)
+            if not line:
                 return
-            if message == b"kill":  # crossed with the report of a job that ended by itself
+            if line == b"kill":  # crossed with the report of a run that ended by itself
                 continue
-            report = self.run(json.loads(message), descriptors[0])
-            if report is None:
+            result = self.run(Order(line), descriptors)
+            if result is None:
                 return
-            self.control.send(json.dumps(report).encode())
+            report, artifact = result
+            if artifact < 0:
+                self.control.send(report)
+            else:
+                rights = artifact.to_bytes(4, sys.byteorder)
+                self.control.sendmsg([report], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)])
+                os.close(artifact)
 
-    def run(self, job: dict[str, Any], channel: int) -> dict[str, Any] | None:
-        """One job: fork, watch, kill, reap, clean. ``None`` when the judge went away meanwhile."""
-        out_r, out_w = os.pipe()
+    def run(self, order: Order, descriptors: list[int]) -> tuple[bytes, int] | None:
+        """One guest: fork, watch, kill, reap, clean; the report, and the compiled program of a compiler run (else -1). ``None``
+        when the judge went away meanwhile."""
+        started = time.monotonic()
         pid = os.fork()
         if pid == 0:
-            self._become_guest(job, channel, out_w)
-        os.close(channel)
-        os.close(out_w)
-        started = time.monotonic()
-        killed, written = self._watch(job, pid, out_r, started)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        self._kill_the_rest(pid)
-        _, status, usage = os.wait4(pid, 0)
-        with contextlib.suppress(ChildProcessError):
-            while self.level == "namespaces":
-                os.waitpid(-1, 0)
+            self._become_guest(order, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        usage = Usage()
+        killed = self._watch(order, pid, started, usage)
+        self._kill(pid)
+        _, usage.status, own = os.wait4(pid, 0)
+        usage.add(own)
+        self._reap_others(usage)
         wall_s = time.monotonic() - started
-        os.close(out_r)
-        self._clean_box()
         if killed == "gone":
             return None
-        return {
-            "killed": killed,
-            "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0,
-            "exit": os.WEXITSTATUS(status) if os.WIFEXITED(status) else 0,
-            "cpu_s": usage.ru_utime + usage.ru_stime,
-            "wall_s": wall_s,
-            "memory_mib": usage.ru_maxrss / 1024,
-            "output_bytes": written,
-        }
+        number = os.WTERMSIG(usage.status) if os.WIFSIGNALED(usage.status) else 0
+        code = os.WEXITSTATUS(usage.status) if os.WIFEXITED(usage.status) else 0
+        artifact = self._open_artifact() if order.role == "compile" and not killed else -1
+        clean = self._clean_box(artifact)
+        report = f"{killed or '-'} {number} {code} {usage.cpu_s:.6f} {wall_s:.6f} {usage.rss_kib} {int(clean)}".encode()
+        return report, artifact
 
-    def _watch(self, job: dict[str, Any], pid: int, out_r: int, started: float) -> tuple[str, int]:
-        """Drain the output and wait for the guest's end, a limit or the judge. Why it ended (``""``: by itself) and bytes written."""
-        written, cap = 0, int(job["output_kib"]) * 1024
+    def _open_artifact(self) -> int:
+        """The compiled program in the box, or -1: opened from inside and never through a link; the judge looks at what it is."""
+        try:
+            return os.open(os.path.join(self.box, "main"), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return -1
+
+    def _watch(self, order: Order, pid: int, started: float, usage: Usage) -> str:
+        """Wait for the guest's end, a limit or the judge. Why it ended (``""``: by itself)."""
         clock = linux.cpu_clock_of(pid)
         pidfd = os.pidfd_open(pid)
         poll = select.poll()
-        for descriptor in (self.control.fileno(), out_r, pidfd):
-            poll.register(descriptor, select.POLLIN)
+        poll.register(self.control, select.POLLIN)
+        poll.register(pidfd, select.POLLIN)
+        waited_s = 0.0  # for a busy CPU: no time of the program's
         try:
             while True:
-                cpu_left = job["cpu_s"] - time.clock_gettime(clock)
-                wall_left = job["wall_s"] - (time.monotonic() - started)
+                cpu_left = order.cpu_s - usage.cpu_s - time.clock_gettime(clock)
+                wall_left = order.wall_s + waited_s - (time.monotonic() - started)
+                if order.processes > 1 and (reason := self._over_limits(order, usage)):
+                    return reason
                 if cpu_left <= 0:
-                    return "cpu", written
+                    return "cpu"
                 if wall_left <= 0:
-                    return "wall", written
+                    more_s = self._wait_for_cpu_s(pid) - waited_s
+                    if more_s < 0.001:
+                        return "wall"
+                    waited_s += more_s
+                    continue
                 # Half of what is left: threads may burn CPU faster than the wall clock runs.
-                events = dict(poll.poll(max(5, int(1000 * min(cpu_left / 2, wall_left)))))
-                if out_r in events:
-                    data = os.read(out_r, 65536)
-                    written += len(data)
-                    if not data:
-                        poll.unregister(out_r)
-                    if written > cap:
-                        return "output", written
-                if self.control.fileno() in events:
-                    return ("judge" if self.control.recv(4096) else "gone"), written
-                if pidfd in events and out_r not in events:
-                    return "", written
+                timeout_s = min(cpu_left / 2, wall_left, _POLL_S if order.processes > 1 else 1e6)
+                for descriptor, _ in poll.poll(max(5, int(1000 * timeout_s))):
+                    if descriptor == pidfd:
+                        return ""
+                    return "judge" if self.control.recv(4096) else "gone"
+                if order.processes > 1:
+                    self._reap_others(usage, but=pid)
         except OSError:  # the clock of a process that has just gone
-            return "", written
+            return ""
         finally:
             os.close(pidfd)
 
-    def _kill_the_rest(self, pid: int) -> None:
-        if self.level == "namespaces" and os.getpid() == 1:  # -1 is everything inside the pid namespace, and only there
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)
-        elif self.level == "none":
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+    def _over_limits(self, order: Order, usage: Usage) -> str:
+        """The limits of several processes together, as far as /proc shows them."""
+        if self.level != "namespaces" or self.proc < 0:
+            return ""
+        cpu_s, resident, count = usage.cpu_s, 0, 0
+        for name in os.listdir(self.proc):
+            if not name.isdigit() or name == "1":
+                continue
+            try:
+                after = _read(self.proc, f"{name}/stat").rpartition(")")[2].split()
+                memory = _read(self.proc, f"{name}/statm").split()
+            except OSError:  # it has just ended
+                continue
+            count += 1
+            cpu_s += sum(int(ticks) for ticks in after[11:15]) / _TICKS  # utime stime cutime cstime, proc(5)
+            resident += (int(memory[1]) - int(memory[2])) * _PAGE  # without the pages of files and shared memory
+        if cpu_s > order.cpu_s:
+            return "cpu"
+        if order.memory_bytes and resident > order.memory_bytes:
+            return "memory"
+        return "processes" if count > order.processes else ""
 
-    def _clean_box(self) -> None:
-        if self.level == "namespaces":
-            root.fresh_box()
-            return
-        for name in os.listdir(self.box):
-            path = os.path.join(self.box, name)
-            if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                os.unlink(path)
-
-    def _become_guest(self, job: dict[str, Any], channel: int, out_w: int) -> None:
-        """In the fork: descriptors, limits, privileges, filters; then the guest's own loop. Never returns."""
-        code = 70
+    def _wait_for_cpu_s(self, pid: int) -> float:
+        """How long the guest's main thread was ready to run and had no CPU (proc(5), schedstat)."""
         try:
-            os.setpgid(
-                0, 0
-            )  # a session of its own would be a scheduler group (sched(7), autogroup): late on a busy node
-            self._arrange_descriptors(channel, out_w)
-            os.chdir(self.box)
-            os.environ.update(HOME=self.box, TMPDIR=self.box)
-            tempfile.tempdir = None  # this process has asked for the host's
-            self._limit(job)
-            linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
-            if self.level != "none":
+            return int(_read(self.proc, f"{pid}/schedstat").split()[1]) / 1e9
+        except (OSError, IndexError):
+            return 0.0
+
+    # ---- the end of a guest ----
+
+    def _kill(self, pid: int) -> None:
+        """The guest and all that it started."""
+        try:
+            os.kill(-1 if self.level == "namespaces" else pid, _signal.SIGKILL)  # -1: the pid namespace, and only that
+        except (ProcessLookupError, PermissionError):
+            pass
+
+    def _reap_others(self, usage: Usage, but: int = 0) -> None:
+        """Processes that the guest left to this one, their new parent. ``but`` is alive and not to be touched."""
+        while True:
+            try:
+                if but:
+                    ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                    if ended is None or ended.si_pid == but:
+                        return
+                elif self.level != "namespaces":
+                    self._kill_children()
+                pid, _, own = os.wait4(-1, os.WNOHANG if but else 0)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            usage.add(own)
+
+    def _kill_children(self) -> None:
+        """Where there is no pid namespace: what is left of the guest, now that this process is its parent."""
+        me = os.getpid()
+        for pid in _read(self.proc, f"{me}/task/{me}/children").split():
+            os.kill(int(pid), _signal.SIGKILL)
+
+    def _clean_box(self, artifact: int) -> bool:
+        """Empty the box; whether that worked. If it did not, the worker must not be used again."""
+        if self.level == "namespaces" and os.statvfs(self.box).f_ffree == self.empty_inodes:
+            return True
+        try:
+            root.wipe(self.box)
+        except OSError:
+            return False
+        held = artifact >= 0  # a file that is open still counts
+        return self.level != "namespaces" or os.statvfs(self.box).f_ffree + held == self.empty_inodes
+
+    # ---- the guest ----
+
+    def _become_guest(self, order: Order, descriptors: list[int]) -> None:
+        """In the fork: limits, privileges, filters, descriptors; then the guest's own part. Never returns."""
+        code = guest.EXIT_FAILED
+        try:
+            if self.level != "namespaces":
+                os.setpgid(
+                    0, 0
+                )  # not a session: that would be a scheduler group (sched(7), autogroup), late on a busy node
+            self._limit(order)
+            if self.level == "landlock":
+                linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
                 linux.drop_capabilities()
-            if self.ruleset >= 0:
-                linux.install_landlock(4)
-                os.close(4)
-            if self.program:
-                linux.install_seccomp(self.program)
-            serve = guest.run_tests if job["role"] == "tests" else guest.serve_candidate
-            serve(guest.Channel(socket.socket(fileno=3)))
-            code = 0
+            if self.rulesets:
+                linux.install_landlock(self.rulesets["compile" if order.filter == "compile" else "run"])
+            for target, descriptor in enumerate(descriptors):
+                os.dup2(descriptor, target, inheritable=target < 3)
+            os.closerange(len(descriptors), 1 << 16)
+            if self.level == "landlock":
+                self.base.install()
+                if linux.landlock_abi() < 6:  # else Landlock keeps signals inside
+                    self.no_signals.install()
+            if self.level != "none" and order.filter != "compile":
+                self.filters[order.filter].install()
+            code = guest.ROLES[order.role]()
         except BaseException:  # a guest that failed says so by its exit code; the judge knows what it asked for
             pass
         finally:
             os._exit(code)
 
-    def _arrange_descriptors(self, channel: int, out_w: int) -> None:
-        """0 reads nothing, 1 and 2 are the output, 3 is the channel, 4 the Landlock ruleset if there is one. No others."""
-        wanted = [os.open("/dev/null", os.O_RDONLY), out_w, out_w, channel]
-        if self.ruleset >= 0:
-            wanted.append(self.ruleset)
-        copies = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 64) for descriptor in wanted]  # out of each other's way first
-        for target, source in enumerate(copies):
-            os.dup2(source, target)
-        linux.close_other_descriptors(len(copies))
-
-    def _limit(self, job: dict[str, Any]) -> None:
-        memory = self.baseline_bytes + int(job["memory_mib"]) * _MIB
-        seconds = int(job["cpu_s"]) + 2  # a backstop: the worker's own watch is finer
-        limits = [(resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_CORE, 0)]
-        limits += [(resource.RLIMIT_FSIZE, 32 * _MIB), (resource.RLIMIT_NOFILE, 256)]
-        if self.level == "namespaces":  # elsewhere it would count all processes of this user
-            limits.append((resource.RLIMIT_NPROC, 64))
-        for which, value in limits:
-            hard = resource.getrlimit(which)[1]
-            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.setrlimit(which, (value, value))
+    def _limit(self, order: Order) -> None:
+        seconds = int(order.cpu_s) + 2  # a backstop: the worker's own watch is finer
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+        if order.memory_bytes:
+            memory = self.baseline_bytes + order.memory_bytes
+            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        if order.stack_bytes != _STACK_BYTES:
+            _limit(resource.RLIMIT_STACK, order.stack_bytes)
 
 
-def _address_space_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
+def _receive(control: _socket.socket) -> tuple[bytes, list[int]]:
+    message, ancillary, _, _ = control.recvmsg(1 << 16, 64)
+    raw = b"".join(data for _, _, data in ancillary)
+    return message, [int.from_bytes(raw[i : i + 4], sys.byteorder) for i in range(0, len(raw) - 3, 4)]
+
+
+def _read(folder: int, name: str) -> str:
+    descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        return os.read(descriptor, 4096).decode("ascii", "replace")
+    finally:
+        os.close(descriptor)
+
+
+def _first_word(folder: int, name: str) -> str:
+    return _read(folder, name).split()[0]
+
+
+def _limit_worker(level: str) -> None:
+    """Limits that are the same for all guests, which inherit them."""
+    limits = [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, root.BOX_BYTES), (resource.RLIMIT_NOFILE, 256)]
+    if level == "namespaces":  # elsewhere it would count all processes and threads of this user
+        limits.append((resource.RLIMIT_NPROC, 128))
+    for which, value in limits:
+        _limit(which, value, value)
+    _limit(resource.RLIMIT_STACK, _STACK_BYTES)
+
+
+def _limit(which: int, soft: int, hard: int | None = None) -> None:
+    """At most what is allowed here anyway; without ``hard``, the hard limit stays."""
+    allowed = resource.getrlimit(which)[1]
+    if allowed != resource.RLIM_INFINITY:
+        soft, hard = min(soft, allowed), allowed if hard is None else min(hard, allowed)
+    resource.setrlimit(which, (soft, allowed if hard is None else hard))
 
 
 def _ignore_signals() -> None:
     """A PID 1 takes no signal from inside that it has no handler for, so it must have none (Python installs one for SIGINT)."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL if os.getpid() == 1 else signal.SIG_IGN)
+    for number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP):
+        _signal.signal(number, _signal.SIG_DFL if os.getpid() == 1 else _signal.SIG_IGN)
 
 
-def _fork_init() -> None:
+def _fork_init(control: int) -> None:
     """Return in the child, PID 1 of the new pid namespace. The parent waits for it and leaves with it."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+        linux.prctl(linux.PR_SET_PDEATHSIG, _signal.SIGKILL)
         os.close(write)
         os.read(read, 1)  # the parent is alive after the line above, or this pipe says it is not
         os.close(read)
         return
     os.write(write, b".")
-    for descriptor in (read, write, int(sys.argv[2])):
+    for descriptor in (read, write, control):
         os.close(descriptor)
     _, status = os.waitpid(pid, 0)
     os._exit(0 if status == 0 else 1)
@@ -251,31 +370,98 @@ def _fork_init() -> None:
 
 def main() -> None:
     """Isolate, say so, serve."""
-    level, control = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
-    for name in _PRELUDE.split():
-        importlib.import_module(name)
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-        file.write("1000")  # when the node runs out of memory, the kernel takes a candidate, not the judge
-    worker = None
+    level, number, box, modules, paths, executables = sys.argv[1:7]
+    while (spare := os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)) < _FIRST_FREE:
+        pass  # nothing of ours must lie where a guest's descriptors go
+    os.dup2(int(number), spare, inheritable=False)
+    os.close(int(number))
+    if int(number) < _FIRST_FREE:
+        os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+    control = _socket.socket(fileno=spare)
+    filters = [_receive(control)[0] for _ in range(5)]
+    _finish_interpreter()
+    for name in modules.split():
+        try:
+            __import__(name)
+        except ImportError:  # numpy, where the interpreter has none
+            pass
+    _write_oom_score()
+    readable = root.library_paths(paths.split(":"))
     try:
-        baseline = _address_space_bytes()
         if level == "namespaces":
-            root.enter_namespaces()
-            _fork_init()
+            root.enter_namespaces(readable)
+            _fork_init(spare)
+            box = root.BOX
+            proc = root.open_proc()
+            root.mount_box()
+        else:
+            proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
         _ignore_signals()
         linux.prctl(linux.PR_SET_DUMPABLE, 0)
-        worker = Worker(level, control, baseline)
-        box = None if level == "namespaces" else worker.box
-        control.send(json.dumps({"ready": level, "box": box}).encode())
+        os.environ.pop("LD_BIND_NOW", None)
+        os.chdir(box)
+        os.environ.update(HOME=box, TMPDIR=box)
+        _warm_up()
+        worker = Worker(level, control, box, filters, proc)
+        _limit_worker(level)
+        has_landlock = worker.confine(readable, executables.split())
+        control.send(f"ready {int(has_landlock)} {int(proc >= 0)}".encode())
         gc.collect()
         gc.freeze()
         worker.serve()
     except (OSError, KeyError) as error:
-        with contextlib.suppress(OSError):
-            control.send(json.dumps({"error": str(error)}).encode())
+        try:
+            control.send(f"error {error}".encode())
+        except OSError:  # nobody is there to hear it
+            pass
     finally:
-        if worker is not None and level != "namespaces":
-            shutil.rmtree(worker.box, ignore_errors=True)
+        if level != "namespaces":
+            try:
+                root.wipe(box)
+            except OSError:  # the judge removes what is left
+                pass
 
 
+def _finish_interpreter() -> None:
+    """What ``site`` does for an interpreter, without the ``.pth`` files of installed packages, which may import anything."""
+    import site
+
+    site.setquit()
+    site.setcopyright()
+    site.sethelper()
+    sys.path += [path for path in site.getsitepackages() if os.path.isdir(path)]
+
+
+def _warm_up() -> None:
+    """Run an empty program here, a few times, over descriptors that lead nowhere."""
+    items = (b"source", b"import sys\nprint(end='')", b"")
+    program = b"".join(len(item).to_bytes(4, "big") + item for item in items)
+    for _ in range(_WARM_UPS):
+        mine, theirs = _socket.socketpair()
+        os.dup2(theirs.fileno(), guest.CHANNEL)
+        mine.send(len(program).to_bytes(4, "big") + program)
+        guest.run_program()
+        os.dup2(0, guest.CHANNEL, inheritable=False)  # keeps the number taken
+        mine.close()
+        theirs.close()
+    gc.collect()
+
+
+def _write_oom_score() -> None:
+    """When the node runs out of memory, the kernel takes a candidate, not the judge."""
+    try:
+        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write("1000")
+    except OSError:
+        pass
+
+
+sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != _HERE]
+linux = _load("linux")
+root = _load("root")
+if len(sys.argv[4]) > 1:  # there will be functions to serve, not only programs without imports
+    _load("values")
+    _load("readability")
+guest = _load("guest")
 main()

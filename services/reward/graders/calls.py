@@ -1,0 +1,173 @@
+"""Calls with expected values: kind ``call``, and ``reference``, whose expected values a reference implementation gives.
+
+The candidate's process gets arguments and sends values; they are decoded and compared here.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from protocol.suites import CallSuite, Compare, Limits, ReferenceSuite
+from protocol.verdicts import Verdict
+from services.reward.compare import value_problem
+from services.reward.graded import Graded
+from services.reward.lab import Functions, Lab, Refused, limit_verdict
+from services.reward.sandbox import values
+from services.reward.sandbox.host import Ended
+
+_KEPT = 512  # suites whose cases are kept ready
+_GENERATOR_LIMITS = Limits(cpu_s=60, wall_s=300, memory_mib=1024)
+_GENERATOR = """
+import copy, random
+def _module(name, source):
+    scope = {{'__name__': name}}
+    exec(compile(source, name + '.py', 'exec'), scope)
+    return scope
+_reference = _module('reference', {reference!r})
+_generator = _module('generator', {generator!r})
+def case(seed):
+    args = _generator['generate'](random.Random(seed))
+    return [list(args), _reference[{entry_point!r}](*copy.deepcopy(list(args)))]
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call ready to be sent, and what is expected of it."""
+
+    frame: bytes
+    expected: Any
+
+
+class Cases:
+    """Prepared cases of the last suites, by content hash."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, tuple[Case, ...]] = OrderedDict()
+
+    def of(self, suite: CallSuite | ReferenceSuite, lab: Lab) -> tuple[Case, ...]:
+        """Raises ``Refused`` where the suite can't be prepared."""
+        cases = self._kept.get(suite.content_hash)
+        if cases is None:
+            cases = _call_cases(suite) if isinstance(suite, CallSuite) else _reference_cases(suite, lab)
+            self._kept[suite.content_hash] = cases
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(suite.content_hash)
+        return cases
+
+
+def grade_calls(
+    lab: Lab, suite: CallSuite | ReferenceSuite, cases: tuple[Case, ...], code: str, graded: Graded
+) -> None:
+    """Call by call, each in a process of its own or all in one."""
+    as_json = isinstance(suite, CallSuite) and suite.values == "json"
+    artifact = b""
+    functions: Functions | None = None
+    try:
+        for index, case in enumerate(cases):
+            if functions is None:
+                functions = lab.functions(
+                    code, suite.limits, artifact=artifact, keep=suite.fresh_process and len(cases) > 1
+                )
+                artifact = functions.artifact
+            verdict, message = _call(functions, case, suite.compare, as_json)
+            last = suite.fresh_process or index + 1 == len(cases) or verdict is not None
+            report = functions.finish() if last else None
+            if report is not None:
+                over = limit_verdict(report, suite.limits, overflow=functions.guest.overflow)
+                if over is not None and verdict is not Verdict.ACCEPTED:
+                    verdict, message = over
+                if functions.compile_error is not None or not (
+                    functions.artifact or functions.loaded or functions.raised
+                ):
+                    graded.count(report)
+                    if over is not None:
+                        graded.fail(*over)
+                    graded.fail(
+                        Verdict.COMPILE_ERROR, functions.compile_error or f"The compiler died (signal {report.signal})."
+                    )
+                    return
+                if verdict is None:
+                    ended = f"signal {report.signal}" if report.signal else f"exit code {report.exit_code}"
+                    verdict, message = Verdict.RUNTIME_ERROR, f"The program ended without an answer ({ended})."
+                functions = None
+            graded.add(verdict or Verdict.RUNTIME_ERROR, message, report=report)
+            if graded.over:
+                return
+    finally:
+        if functions is not None:
+            graded.count(functions.finish())
+
+
+def _call(functions: Functions, case: Case, compare: Compare, as_json: bool) -> tuple[Verdict | None, str]:
+    """The verdict on one call; ``None`` when the process ended instead of answering."""
+    if functions.raised is not None:
+        return _raised(functions.raised)
+    if not functions.loaded:
+        return None, ""
+    try:
+        value, _ = values.read_reply(functions.call(case.frame), values.Decoder())
+    except Ended:
+        return None, ""
+    except values.CandidateRaised as raised:
+        return _raised(str(raised))
+    except values.ValueRefused as error:
+        return Verdict.RUNTIME_ERROR, f"The program's answer can't be read: {error}"
+    problem = value_problem(value, case.expected, compare, as_json=as_json)
+    return (Verdict.WRONG_ANSWER, problem) if problem else (Verdict.ACCEPTED, "")
+
+
+def _raised(text: str) -> tuple[Verdict, str]:
+    return (Verdict.MEMORY_LIMIT if text.startswith("MemoryError") else Verdict.RUNTIME_ERROR), text
+
+
+def _call_cases(suite: CallSuite) -> tuple[Case, ...]:
+    options = ["await"] if suite.await_result else []
+    made = []
+    for number, case in enumerate(suite.cases, start=1):
+        args, kwargs, expected = case.args, case.kwargs, case.expected
+        try:
+            if suite.values == "python":
+                args, kwargs, expected = (_literal(part) for part in (args, kwargs, expected))
+            if not isinstance(args, list | tuple) or not isinstance(kwargs, dict):
+                raise ValueError("args must be a list and kwargs an object")
+            made.append(Case(_frame(suite.entry_point, args, kwargs, options), expected))
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+            raise Refused(f"Case {number} of the suite can't be used: {error}.") from None
+    return tuple(made)
+
+
+def _literal(part: Any) -> Any:
+    return ast.literal_eval(part) if isinstance(part, str) else part
+
+
+def _frame(entry_point: str, args: Any, kwargs: dict[str, Any], options: list[str]) -> bytes:
+    encoder = values.Encoder()
+    return values.dumps(["call", entry_point, encoder.encode(tuple(args)), encoder.encode(kwargs), options])
+
+
+def _reference_cases(suite: ReferenceSuite, lab: Lab) -> tuple[Case, ...]:
+    """Arguments from the generator and values from the reference, out of a sandbox that holds no candidate."""
+    source = _GENERATOR.format(reference=suite.reference, generator=suite.generator, entry_point=suite.entry_point)
+    functions = lab.functions(source, _GENERATOR_LIMITS, use="tests")
+    try:
+        if not functions.loaded:
+            raise Refused(f"The suite's reference or generator can't be loaded: {functions.raised or 'it ended'}.")
+        made = []
+        for index in range(suite.num_cases):
+            try:
+                reply = functions.call(_frame("case", [suite.seed * 1_000_003 + index], {}, []))
+                args, expected = values.read_reply(reply, values.Decoder())[0]
+                made.append(Case(_frame(suite.entry_point, args, {}, []), expected))
+            except values.CandidateRaised as raised:
+                raise Refused(f"The suite's reference or generator failed in case {index + 1}: {raised}.") from None
+            except (Ended, values.ValueRefused, TypeError, ValueError) as error:
+                why = str(error) or "it passed its limits or died"
+                raise Refused(f"Case {index + 1} of the suite's generator can't be used: {why}.") from None
+        return tuple(made)
+    finally:
+        functions.finish()
