@@ -86,20 +86,20 @@ class Judge:
             return self._stamped(_infra(message, retry=not graded.refused))
         parts = self._parts(code, suite, graded, verdict)
         weights = self.config.weights
-        return self._stamped(
-            JudgeResult(
-                verdict=verdict,
-                reward=rewards.combine(parts, weights),
-                parts=parts,
-                tests_passed=sum(test.verdict is Verdict.ACCEPTED for test in graded.tests),
-                tests_total=max(graded.total, len(graded.tests)),
-                cpu_s=graded.cpu_s,
-                wall_s=graded.wall_s,
-                memory_mib=graded.memory_mib,
-                message=message.encode("utf-8", "backslashreplace").decode("utf-8")[:500],
-                tests=tuple(graded.tests[:_KEPT_TESTS]),
-                repeatable=_repeatable(verdict, graded),
-            )
+        return JudgeResult(
+            isolation=self.lab.isolation,
+            judge=self._version,
+            verdict=verdict,
+            reward=rewards.combine(parts, weights),
+            parts=parts,
+            tests_passed=sum(test.verdict is Verdict.ACCEPTED for test in graded.tests),
+            tests_total=max(graded.total, len(graded.tests)),
+            cpu_s=graded.cpu_s,
+            wall_s=graded.wall_s,
+            memory_mib=graded.memory_mib,
+            message=message.encode("utf-8", "backslashreplace").decode("utf-8")[:500],
+            tests=tuple(graded.tests[:_KEPT_TESTS]),
+            repeatable=_repeatable(verdict, graded),
         )
 
     def _stamped(self, result: JudgeResult) -> JudgeResult:

@@ -1,8 +1,8 @@
 """One judge in a process of its own: ``python -m services.reward.judge_process FD CONFIG``, started by ``pool.py`` and ended with it.
 
-Over FD (a socket) come requests, and each is answered before the next: JSON ``{"code", "suite", "definition"}``, where ``suite`` is the
-suite's content hash and ``definition`` the suite itself when this process has not seen it (or has forgotten it: ``known`` in the
-answer is false then, and it is asked again). The first message out is ``{"isolation"}`` or ``{"error"}``.
+Over FD (a socket) come batches of requests, JSON ``[{"code", "suite", "definition"}, ...]``, where ``suite`` is the suite's content hash
+and ``definition`` the suite itself the first time. Each is answered by one or more lists of results, in order. The first message
+out is ``{"isolation"}`` or ``{"error"}``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import json
 import os
 import signal
 import sys
+import time
 from collections import OrderedDict
 from multiprocessing.connection import Connection
+from typing import Generic, TypeVar
 
 import common.logs
 from common.errors import ConfigError
@@ -21,7 +23,30 @@ from protocol.suites import TestSuite, parse_suite
 from services.reward.config import RewardConfig
 from services.reward.judge import Judge
 
+_FLUSH_S = 0.005  # answers are held back for no longer than this, so that quick ones travel together
 _KEPT_SUITES = 2048
+
+T = TypeVar("T")
+
+
+class RecentlyUsed(Generic[T]):
+    """The suites that a judge process holds. The pool keeps one too, of names, and so knows what the process has: both see the
+    same uses in the same order."""
+
+    def __init__(self) -> None:
+        self._items: OrderedDict[str, T] = OrderedDict()
+
+    def get(self, name: str) -> T | None:
+        """What is kept under ``name``, which then counts as just used."""
+        if name in self._items:
+            self._items.move_to_end(name)
+        return self._items.get(name)
+
+    def put(self, name: str, item: T) -> None:
+        """Keep ``item``, and forget what was used longest ago."""
+        self._items[name] = item
+        if len(self._items) > _KEPT_SUITES:
+            self._items.popitem(last=False)
 
 
 def main() -> int:
@@ -39,24 +64,31 @@ def main() -> int:
         link.send_bytes(json.dumps({"error": str(error)}).encode())
         return error.exit_code
     link.send_bytes(json.dumps({"isolation": judge.isolation, "pid": os.getpid()}).encode())
-    suites: OrderedDict[str, TestSuite] = OrderedDict()
+    suites: RecentlyUsed[TestSuite] = RecentlyUsed()
     try:
         while True:
-            request = json.loads(link.recv_bytes())
-            if request["definition"] is not None:
-                suites[request["suite"]] = parse_suite(request["definition"])
-                if len(suites) > _KEPT_SUITES:
-                    suites.popitem(last=False)
-            suite = suites.get(request["suite"])
-            if suite is None:
-                link.send_bytes(b"{}")
-                continue
-            suites.move_to_end(request["suite"])
-            link.send_bytes(judge.judge_code(request["code"], suite).model_dump_json().encode())
+            answers: list[bytes] = []
+            flushed_s = time.monotonic()
+            for request in json.loads(link.recv_bytes()):
+                if request["definition"] is not None:
+                    suites.put(request["suite"], parse_suite(request["definition"]))
+                suite = suites.get(request["suite"])
+                assert suite is not None, "the pool sends each suite once"
+                answers.append(judge.judge_code(request["code"], suite).model_dump_json().encode())
+                if time.monotonic() - flushed_s > _FLUSH_S:
+                    _flush(link, answers)
+                    flushed_s = time.monotonic()
+            _flush(link, answers)
     except (EOFError, OSError):  # the pool went away
         return 0
     finally:
         judge.close()
+
+
+def _flush(link: Connection, answers: list[bytes]) -> None:
+    if answers:
+        link.send_bytes(b"[" + b",".join(answers) + b"]")
+        answers.clear()
 
 
 if __name__ == "__main__":

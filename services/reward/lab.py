@@ -118,12 +118,9 @@ class Lab:
 
     def close(self) -> None:
         """End all workers. Safe to call twice."""
-        for worker in self._workers.values():
-            worker.close()
-        self._workers.clear()
+        self.drop()
         while self._artifacts:
             os.close(self._artifacts.popitem()[1][0])
-        self._groups.close()
 
     # ---- workers ----
 
@@ -137,22 +134,26 @@ class Lab:
         if worker is not None and worker.num_runs < _RUNS_PER_WORKER:
             return worker
         if worker is not None:
-            worker.close()
+            self._end(worker)
             del self._workers[use, flavour]
         worker = self._start(flavour, self._levels)
         try:
             self._self_test(worker)
         except ConfigError as error:
-            worker.close()
+            self._end(worker)
             raise WorkerDied(str(error)) from None
         self._workers[use, flavour] = worker
         return worker
 
     def drop(self) -> None:
         """End all workers: what comes next gets fresh ones."""
-        for worker in self._workers.values():
-            worker.close()
+        for worker in list(self._workers.values()):
+            self._end(worker)
         self._workers.clear()
+
+    def _end(self, worker: Worker) -> None:
+        worker.close()
+        self._groups.remove(worker)
 
     def _start(self, flavour: str, levels: tuple[Level, ...]) -> Worker:
         if flavour != "native":
@@ -182,7 +183,7 @@ class Lab:
     def _discard(self, worker: Worker) -> None:
         """After an anomaly: it is never used again."""
         log.warning("sandbox_worker_discarded", flavour=worker.flavour)
-        worker.close()
+        self._end(worker)
         self._workers = {key: other for key, other in self._workers.items() if other is not worker}
 
     # ---- runs ----
@@ -277,6 +278,7 @@ class Lab:
             return self._artifacts[key][0], None
         worker = self.worker("native")
         limits = toolchain.compile_limits
+        self._groups.limit(worker, limits)
         guest = worker.run(Order("compile", "compile", limits, no_memory_limit=True))
         try:
             guest.send(toolchain.compile_frame(code))

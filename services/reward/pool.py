@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -26,12 +27,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import structlog
+from pydantic import TypeAdapter
 
 from common.errors import ConfigError
 from protocol.suites import TestSuite
 from protocol.verdicts import JudgeResult, Verdict
 from services.reward.config import RewardConfig
 from services.reward.judge import extract
+from services.reward.judge_process import RecentlyUsed
 from services.reward.lab import LEVELS
 from services.reward.sandbox.host import Level
 
@@ -39,7 +42,9 @@ log = structlog.get_logger()
 MAX_ATTEMPTS = 3
 _START_S = 120.0
 _STOP_S = 5.0
-_PATIENCE_S = 300.0  # on top of ten times what a suite may take by its limits: then a judge counts as hung
+_PATIENCE_S = 300.0  # on top of ten times what the suites may take by their limits: then a judge counts as hung
+_BATCH = 4  # completions that a judge is given at once when many wait
+_RESULTS: TypeAdapter[list[JudgeResult]] = TypeAdapter(list[JudgeResult])
 
 
 @dataclass
@@ -127,10 +132,26 @@ class JudgePool:
 
     # ---- for the threads ----
 
-    def _take(self) -> _Job | None:
-        """The next completion that needs a judge; ``None``: stop."""
+    def _take_batch(self) -> list[_Job]:
+        """The next completions that need a judge, more than one if many wait; none: stop."""
+        job = self._take(wait=True)
+        batch = [job] if job else []
+        while batch and len(batch) < min(_BATCH, self._queue.qsize() // (2 * len(self._threads))):
+            job = self._take(wait=False)
+            if job is None:
+                break
+            batch.append(job)
+        return batch
+
+    def _take(self, *, wait: bool) -> _Job | None:
+        """The next completion that needs a judge; ``None``: the pool is closed, or nothing is there to ``wait`` for."""
         while True:
-            job = self._queue.get()
+            try:
+                job = self._queue.get(block=wait)
+            except queue.Empty:
+                return None
+            if job is None and not wait:
+                self._queue.put(None)  # for when this thread waits
             if job is None or job.key:
                 return job
             if not job.future.set_running_or_notify_cancel():
@@ -199,7 +220,7 @@ class _Server(threading.Thread):
         self.started: Future[str] = Future()
         self._process: subprocess.Popen[bytes] | None = None
         self._link: Connection | None = None
-        self._known: OrderedDict[str, None] = OrderedDict()
+        self._known: RecentlyUsed[bool] = RecentlyUsed()
 
     def stop(self) -> None:
         """End the judge process, from another thread; this one then ends what it was waiting for as an infra error."""
@@ -213,47 +234,52 @@ class _Server(threading.Thread):
         except ConfigError as error:
             self.started.set_exception(error)
             return
-        while (job := self._pool._take()) is not None:
-            queue_s = time.monotonic() - job.submitted_s
-            self._pool._done(job, self._judge(job), queue_s)
+        while batch := self._pool._take_batch():
+            self._judge(batch)
         self._end()
 
-    def _judge(self, job: _Job) -> JudgeResult:
-        if self._pool._closed:
-            return _closed()
+    def _judge(self, batch: list[_Job]) -> None:
+        """Have a batch judged; what the process does not answer is an infra error."""
+        started_s = time.monotonic()
+        left = list(batch)
+
+        def done(result: JudgeResult) -> None:
+            job = left.pop(0)
+            self._pool._done(job, result, started_s - job.submitted_s)
+
         try:
-            if self._link is None:
+            if self._link is None and not self._pool._closed:
                 self._start()
-            return self._ask(job)
+            if not self._pool._closed:
+                self._ask(batch, done)
         except (EOFError, OSError, ConfigError) as error:
             self._end()
-            if self._pool._closed:
-                return _closed()
-            return JudgeResult(
-                verdict=Verdict.INFRA_ERROR, message=f"The judge process went away ({error or 'end of file'})."
-            )
+            why = f"The judge process went away ({error or 'end of file'})."
+            while left and not self._pool._closed:
+                done(JudgeResult(verdict=Verdict.INFRA_ERROR, message=why))
+        while left:
+            done(_closed())
 
-    def _ask(self, job: _Job) -> JudgeResult:
+    def _ask(self, batch: list[_Job], done: Callable[[JudgeResult], None]) -> None:
         assert self._link is not None
-        suite = job.suite
-        known = suite.content_hash in self._known
-        while True:
-            request = {
-                "code": job.code,
-                "suite": suite.content_hash,
-                "definition": None if known else suite.to_json().decode(),
-            }
-            self._link.send_bytes(json.dumps(request).encode())
-            if not self._link.poll(_patience_s(suite)):
+        requests, patience_s = [], _PATIENCE_S
+        for job in batch:
+            name = job.suite.content_hash
+            known = self._known.get(name)
+            requests.append(
+                {"code": job.code, "suite": name, "definition": None if known else job.suite.to_json().decode()}
+            )
+            if not known:
+                self._known.put(name, True)
+            patience_s += _longest_s(job.suite)
+        self._link.send_bytes(json.dumps(requests).encode())
+        answered = 0
+        while answered < len(batch):
+            if not self._link.poll(patience_s):
                 raise OSError("it is silent beyond all limits")
-            answer = self._link.recv_bytes()
-            if answer != b"{}":
-                break
-            known = False  # it has forgotten the suite
-        self._known[suite.content_hash] = None
-        if len(self._known) > 2 * 2048:
-            self._known.popitem(last=False)
-        return JudgeResult.model_validate_json(answer)
+            for result in _RESULTS.validate_json(self._link.recv_bytes()):
+                answered += 1
+                done(result)
 
     def _start(self) -> str:
         """A judge process; its isolation level. Raises ``ConfigError``."""
@@ -272,7 +298,7 @@ class _Server(threading.Thread):
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
             )  # a session of its own: a Ctrl-C at the terminal is for the pool, which ends this one in order
         self._link = Connection(mine.detach())
-        self._known.clear()
+        self._known = RecentlyUsed()
         answer: dict[str, Any] = {"error": f"A judge process did not start within {_START_S:.0f} s."}
         with contextlib.suppress(EOFError, OSError):
             if self._link.poll(_START_S):
@@ -300,6 +326,7 @@ def _closed() -> JudgeResult:
     return JudgeResult(verdict=Verdict.INFRA_ERROR, message="The judge is closed.")
 
 
-def _patience_s(suite: TestSuite) -> float:
+def _longest_s(suite: TestSuite) -> float:
+    """More than a judgement takes by its limits, on a very busy machine."""
     tests = len(getattr(suite, "cases", ())) or getattr(suite, "num_cases", 1)
-    return 10 * tests * suite.limits.wall_limit_s + _PATIENCE_S
+    return 10 * tests * suite.limits.wall_limit_s

@@ -51,6 +51,7 @@ class Order:
         self.role, self.filter = role, filter_name
         self.cpu_s, self.wall_s = float(cpu), float(wall)
         self.memory_bytes, self.stack_bytes, self.processes = int(memory), int(stack), int(processes)
+        self.first_look_s = max(0.005, min(self.cpu_s / 2, self.wall_s, _POLL_S if self.processes > 1 else 1e6))
 
 
 class Usage:
@@ -74,6 +75,8 @@ class Worker:
         self.base, self.no_signals = made[0], made[4]
         self.filters = dict(zip(("guest", "processes", "native"), made[1:4], strict=True))
         self.rulesets: dict[str, int] = {}
+        self._poll = select.poll()
+        self._poll.register(control, select.POLLIN)
         self.baseline_bytes = int(_first_word(proc, f"{os.getpid()}/statm")) * _PAGE if proc >= 0 else 1 << 28
         self.empty_inodes = os.statvfs(box).f_ffree if level == "namespaces" else -1
 
@@ -133,13 +136,14 @@ class Worker:
         """One guest: fork, watch, kill, reap, clean; the report, and the compiled program of a compiler run (else -1). ``None``
         when the judge went away meanwhile."""
         started = time.monotonic()
+        usage = Usage()
         pid = os.fork()
         if pid == 0:
             self._become_guest(order, descriptors)
+        # Little is done before the guest ends: every page that is written to while it runs has to be copied.
+        killed = self._watch(order, pid, started, usage)
         for descriptor in descriptors:
             os.close(descriptor)
-        usage = Usage()
-        killed = self._watch(order, pid, started, usage)
         self._kill(pid)
         _, usage.status, own = os.wait4(pid, 0)
         usage.add(own)
@@ -163,18 +167,22 @@ class Worker:
 
     def _watch(self, order: Order, pid: int, started: float, usage: Usage) -> str:
         """Wait for the guest's end, a limit or the judge. Why it ended (``""``: by itself)."""
-        clock = linux.cpu_clock_of(pid)
         pidfd = os.pidfd_open(pid)
-        poll = select.poll()
-        poll.register(self.control, select.POLLIN)
-        poll.register(pidfd, select.POLLIN)
+        self._poll.register(pidfd, select.POLLIN)
+        timeout_s = order.first_look_s
         waited_s = 0.0  # for a busy CPU: no time of the program's
         try:
             while True:
-                cpu_left = order.cpu_s - usage.cpu_s - time.clock_gettime(clock)
+                for descriptor, _ in self._poll.poll(timeout_s * 1000):
+                    if descriptor == pidfd:
+                        return ""
+                    return "judge" if self.control.recv(4096) else "gone"
+                if order.processes > 1:
+                    self._reap_others(usage, but=pid)
+                    if reason := self._over_limits(order, usage):
+                        return reason
+                cpu_left = order.cpu_s - usage.cpu_s - time.clock_gettime(linux.cpu_clock_of(pid))
                 wall_left = order.wall_s + waited_s - (time.monotonic() - started)
-                if order.processes > 1 and (reason := self._over_limits(order, usage)):
-                    return reason
                 if cpu_left <= 0:
                     return "cpu"
                 if wall_left <= 0:
@@ -182,18 +190,13 @@ class Worker:
                     if more_s < 0.001:
                         return "wall"
                     waited_s += more_s
-                    continue
+                    wall_left = more_s
                 # Half of what is left: threads may burn CPU faster than the wall clock runs.
-                timeout_s = min(cpu_left / 2, wall_left, _POLL_S if order.processes > 1 else 1e6)
-                for descriptor, _ in poll.poll(max(5, int(1000 * timeout_s))):
-                    if descriptor == pidfd:
-                        return ""
-                    return "judge" if self.control.recv(4096) else "gone"
-                if order.processes > 1:
-                    self._reap_others(usage, but=pid)
+                timeout_s = max(0.005, min(cpu_left / 2, wall_left, _POLL_S if order.processes > 1 else 1e6))
         except OSError:  # the clock of a process that has just gone
             return ""
         finally:
+            self._poll.unregister(pidfd)
             os.close(pidfd)
 
     def _over_limits(self, order: Order, usage: Usage) -> str:
