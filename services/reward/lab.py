@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -301,12 +302,19 @@ class Lab:
         return descriptor, None
 
     def functions(
-        self, code: str, limits: Limits, *, use: str = "candidate", artifact: bytes = b"", keep: bool = False
+        self,
+        code: str,
+        limits: Limits,
+        *,
+        use: str = "candidate",
+        artifact: bytes = b"",
+        keep: bool = False,
+        calls: Sequence[bytes] | None = None,
     ) -> Functions:
-        """A process that has loaded ``code`` and answers calls of its functions."""
+        """A process that has loaded ``code`` and answers calls of its functions: ``calls`` and no others, if they are given."""
         flavour = flavour_of(code)
         worker = self.worker("plain" if flavour == "bare" else flavour, use)
-        return Functions(self, worker, code, limits, artifact=artifact, keep=keep)
+        return Functions(self, worker, code, limits, artifact=artifact, keep=keep, calls=calls)
 
     def toolchain(self, language: str) -> Toolchain:
         """Raises ``Refused`` where it is not installed."""
@@ -331,33 +339,56 @@ class Lab:
 
 
 class Functions:
-    """A candidate's functions in their own process. ``compile_error`` and ``raised`` say what loading them came to."""
+    """A candidate's functions in their own process. ``compile_error`` and ``raised`` say what loading them came to.
 
-    def __init__(self, lab: Lab, worker: Worker, code: str, limits: Limits, *, artifact: bytes, keep: bool) -> None:
+    When all calls are known beforehand they are sent along with the code and the process ends after the last; then most runs are over
+    before anything of them has to be read here.
+    """
+
+    def __init__(
+        self,
+        lab: Lab,
+        worker: Worker,
+        code: str,
+        limits: Limits,
+        *,
+        artifact: bytes,
+        keep: bool,
+        calls: Sequence[bytes] | None,
+    ) -> None:
         self._lab, self._worker = lab, worker
         self.guest = lab.start_guest(worker, lab.order("functions", limits), merge=True)
         self.report: Report | None = None
         self.compile_error: str | None = None
         self.raised: str | None = None
         self.artifact = artifact
+        self.compiled = bool(artifact)
         self.loaded = False
+        source = (
+            parts(b"code", artifact, b"") if artifact else parts(b"source", _encoded(code), b"keep" if keep else b"")
+        )
         try:
-            self._load(code, artifact, keep)
+            if calls is None:
+                self.guest.send(source)
+            else:
+                self.guest.send(source, *calls, b"")
+                self.guest.settle()
+            self._load(artifact)
         except Ended:
             pass
+        except values.ValueRefused as error:  # it wrote to the channel itself
+            self.raised = f"The program's answer can't be read: {error}"
         except BaseException:
             self.finish()
             raise
 
-    def _load(self, code: str, artifact: bytes, keep: bool) -> None:
-        if artifact:
-            self.guest.send(parts(b"code", artifact, b""))
-        else:
-            said = self.guest.exchange(parts(b"source", _encoded(code), b"keep" if keep else b""))
+    def _load(self, artifact: bytes) -> None:
+        if not artifact:
+            said = self.guest.receive()
             if said[:1] == b"e":
                 self.compile_error = said[1:].decode("utf-8", "replace")
                 return
-            self.artifact = said[1:]
+            self.compiled, self.artifact = True, said[1:]
         reply = values.unpack(self.guest.receive())
         if reply == ["loaded"]:
             self.loaded = True
@@ -373,6 +404,10 @@ class Functions:
             Ended: the process ended or was stopped before it answered.
         """
         return self.guest.exchange(frame)
+
+    def reply(self) -> bytes:
+        """The encoded reply to the next of ``calls``. Raises as ``call`` does."""
+        return self.guest.receive()
 
     def finish(self) -> Report:
         """End the process."""

@@ -25,9 +25,7 @@ from services.learner.fake_policy import FakePolicy
 from services.learner.service import to_train_samples
 
 ROOT = Path(__file__).resolve().parents[2]
-LUCKY = (  # right every other time; no two have the same text, or one verdict would serve for both
-    "```python\nimport random  # {sample}\ndef f(x):\n    return x + random.randrange(2)\n```"
-)
+LUCKY = "```python\ndef f(x):\n    return x + ({sample}) % 2\n```"  # right every other time: one group, both rewards
 SAME = "```python\ndef f(x):\n    return x\n```"
 Status = dict[str, Any]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
 import math
 import symtable
 import sys
@@ -19,6 +20,9 @@ from types import CodeType
 from typing import Any
 
 from protocol.suites import TestSuite
+from services.reward.sandbox import values
+
+REPLY = "__forebay_reply__"
 
 _PURE: dict[str, Any] = {
     function.__name__: function
@@ -61,7 +65,11 @@ _GROWING = (
 
 @dataclass(frozen=True)
 class CompiledSuite:
-    """``inline`` holds the code of each assert, or is ``None`` and ``source`` holds the instrumented tests."""
+    """``inline`` holds the code of each assert, or is ``None`` and ``source`` holds the instrumented tests.
+
+    ``calls`` has the frame of the one call of each inline assert (empty for an assert without a call), where all calls are known before
+    the first is made: then they are sent at once, and the candidate's process need not wait for the judge between them.
+    """
 
     kind: str
     entry_point: str
@@ -70,6 +78,9 @@ class CompiledSuite:
     num_asserts: int
     inline: tuple[CodeType, ...] | None
     source: str
+    calls: tuple[bytes, ...] | None = (
+        None  # encoded, if all are known beforehand; then ``inline`` asks for ``_REPLY(index)``
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -99,10 +110,14 @@ def compile_suite(kind: str, entry_point: str, code: str) -> CompiledSuite:
         isinstance(node, ast.Name) and node.id in called and isinstance(node.ctx, ast.Load) for node in ast.walk(tree)
     ):
         raise ValueError(f"The tests never use {entry_point!r}.")
-    inline = _inline(tree, check, names, imports_math="math" in modules)
-    source = "" if inline is not None else _instrumented(code, modules)
+    asserts = _inline(tree, check, names, imports_math="math" in modules)
+    inline = None if asserts is None else tuple(_code(expression) for expression in asserts)
     parameter = check.args.args[0].arg if check else entry_point
-    return CompiledSuite(kind, entry_point, parameter, tuple(sorted(names)), num_asserts, inline, source)
+    calls = None
+    if asserts is not None and (known := _known_calls(asserts, _CallsFound(called, entry_point, parameter))):
+        calls, inline = known
+    source = "" if inline is not None else _instrumented(code, modules)
+    return CompiledSuite(kind, entry_point, parameter, tuple(sorted(names)), num_asserts, inline, source, calls)
 
 
 def compiled(suite: TestSuite) -> CompiledSuite:
@@ -157,7 +172,7 @@ def _forgotten_imports(tree: ast.Module, foreign: set[str]) -> set[str]:
 
 def _inline(
     tree: ast.Module, check: ast.FunctionDef | None, names: set[str], *, imports_math: bool
-) -> tuple[CodeType, ...] | None:
+) -> tuple[ast.expr, ...] | None:
     asserts: list[ast.Assert] = []
     allowed = names | set(_PURE)
     for node in tree.body:
@@ -180,7 +195,11 @@ def _inline(
             return None
     if not all(_is_plain(node.test, allowed, names | (allowed - set(_PURE)), imports_math) for node in asserts):
         return None
-    return tuple(compile(ast.Expression(node.test), "<test>", "eval") for node in asserts)
+    return tuple(node.test for node in asserts)
+
+
+def _code(expression: ast.expr) -> CodeType:
+    return compile(ast.fix_missing_locations(ast.Expression(expression)), "<test>", "eval")
 
 
 def _is_filler(node: ast.stmt) -> bool:
@@ -209,6 +228,78 @@ def _is_plain(expression: ast.expr, allowed: set[str], foreign: set[str], import
 
 def _names_in(node: ast.AST) -> set[str]:
     return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+# --- inline, with all calls known beforehand ---
+
+
+class _CallsFound(ast.NodeTransformer):
+    """Replaces each call of a candidate's function by ``_REPLY(index)``.
+
+    Raises:
+        _NotKnown: an argument needs the candidate, or whether the call is made at all does.
+    """
+
+    def __init__(self, called: set[str], entry_point: str, parameter: str) -> None:
+        self._called = called
+        self._names = {parameter: entry_point}
+        self._scope = {"__builtins__": {}, "math": _Math, "isclose": math.isclose, **_PURE}
+        self._sometimes = 0
+        self.calls: list[bytes] = []
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if not isinstance(node.func, ast.Name) or node.func.id not in self._called:
+            return self.generic_visit(node)
+        if self._sometimes or any(keyword.arg is None for keyword in node.keywords):
+            raise _NotKnown
+        args = tuple(self._value(part) for part in node.args)
+        kwargs = {str(keyword.arg): self._value(keyword.value) for keyword in node.keywords}
+        name = self._names.get(node.func.id, node.func.id)
+        encoder = values.Encoder()
+        self.calls.append(values.dumps(["call", name, encoder.encode(args), encoder.encode(kwargs), []]))
+        return ast.Call(ast.Name(REPLY, ast.Load()), [ast.Constant(len(self.calls) - 1)], [])
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id in self._called:  # the function itself, as a value
+            raise _NotKnown
+        return node
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+        return ast.BoolOp(node.op, [self.visit(node.values[0]), *self._visit_sometimes(node.values[1:])])
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        test = self.visit(node.test)
+        return ast.IfExp(test, *self._visit_sometimes([node.body, node.orelse]))
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        left, first = self.visit(node.left), self.visit(node.comparators[0])
+        return ast.Compare(left, node.ops, [first, *self._visit_sometimes(node.comparators[1:])])
+
+    def _visit_sometimes(self, nodes: list[ast.expr]) -> list[ast.expr]:
+        self._sometimes += 1
+        visited = [self.visit(node) for node in nodes]
+        self._sometimes -= 1
+        return visited
+
+    def _value(self, node: ast.expr) -> Any:
+        if _names_in(node) & self._called:
+            raise _NotKnown
+        return eval(_code(node), dict(self._scope))  # the suite's expression, of allowed nodes and names only
+
+
+class _NotKnown(Exception):
+    pass
+
+
+def _known_calls(
+    asserts: tuple[ast.expr, ...], finder: _CallsFound
+) -> tuple[tuple[bytes, ...], tuple[CodeType, ...]] | None:
+    """The calls of all asserts, encoded, and the asserts over their replies; ``None`` where they depend on one another."""
+    try:
+        tests = tuple(_code(finder.visit(copy.deepcopy(expression))) for expression in asserts)
+    except Exception:  # whatever it is, it comes again, with its own name, when the asserts are evaluated one by one
+        return None
+    return (tuple(finder.calls), tests) if finder.calls else None
 
 
 # --- remote ---

@@ -11,7 +11,7 @@ from typing import Any
 from protocol.suites import AssertSuite, CheckSuite, Limits
 from protocol.verdicts import Verdict
 from services.reward.graded import Graded
-from services.reward.graders.assert_plans import CompiledSuite, inline_scope
+from services.reward.graders.assert_plans import REPLY, CompiledSuite, inline_scope
 from services.reward.lab import Functions, Lab, limit_verdict
 from services.reward.sandbox import values
 from services.reward.sandbox.host import Ended, Guest
@@ -29,7 +29,7 @@ def grade_asserts(lab: Lab, suite: AssertSuite | CheckSuite, plan: CompiledSuite
     """All asserts against one process of the candidate's."""
     if plan.inline is None:
         lab.worker(_TESTS_FLAVOUR, "tests")  # before the candidate's clock starts
-    functions = lab.functions(code, suite.limits)
+    functions = lab.functions(code, suite.limits, calls=plan.calls)
     run = _Run(functions, plan, graded)
     try:
         if functions.raised is not None:
@@ -54,6 +54,9 @@ class _Run:
     def __init__(self, functions: Functions, plan: CompiledSuite, graded: Graded) -> None:
         self._functions, self._plan, self._graded = functions, plan, graded
         self._num_calls = 0
+        self._at = 0  # index of the assert that is evaluated, and of the next one whose answer has not been read
+        self._unread = 0
+        self._replies: list[bytes] = []
         self._finished = False
 
     def raised(self, text: str) -> None:
@@ -89,6 +92,7 @@ class _Run:
         graded, plan = self._graded, self._plan
         assert plan.inline is not None
         scope = inline_scope(plan, {name: self._proxy(name) for name in plan.names})
+        scope[REPLY] = self._reply
         for test in plan.inline:
             try:
                 passed = bool(eval(test, scope))  # the suite's expression, of allowed nodes and names only
@@ -106,6 +110,13 @@ class _Run:
                 return
         self._finished = True
 
+    def _reply(self, index: int) -> Any:
+        """The value of one of the calls that were sent along with the code."""
+        while len(self._replies) <= index:
+            self._replies.append(self._functions.reply())
+            self._num_calls += 1
+        return values.read_reply(self._replies[index], values.Decoder())[0]
+
     def _proxy(self, name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             encoder = values.Encoder()
@@ -114,6 +125,20 @@ class _Run:
             except values.ValueRefused as error:
                 raise _SuiteError(str(error)) from None
             body = self._functions.call(frame)
+            self._num_calls += 1
+            return values.read_reply(body, values.Decoder())[0]
+
+        return call
+
+    def _answer(self, _name: str) -> Any:
+        """Stands for the functions where all calls were sent in advance: gives the answer to the call of this assert."""
+
+        def call(*_args: Any, **_kwargs: Any) -> Any:
+            body = b""
+            while self._unread <= self._at:  # an assert that failed before its call has left its answer here
+                if self._plan.calls[self._unread]:
+                    body = self._functions.guest.receive()
+                self._unread += 1
             self._num_calls += 1
             return values.read_reply(body, values.Decoder())[0]
 

@@ -16,7 +16,7 @@ from services.reward.compare import value_problem
 from services.reward.graded import Graded
 from services.reward.lab import Functions, Lab, Refused, limit_verdict
 from services.reward.sandbox import values
-from services.reward.sandbox.host import Ended
+from services.reward.sandbox.host import Ended, Report
 
 _KEPT = 512  # suites whose cases are kept ready
 _GENERATOR_LIMITS = Limits(cpu_s=60, wall_s=300, memory_mib=1024)
@@ -66,53 +66,62 @@ def grade_calls(
     """Call by call, each in a process of its own or all in one."""
     as_json = isinstance(suite, CallSuite) and suite.values == "json"
     artifact = b""
-    functions: Functions | None = None
-    try:
-        for index, case in enumerate(cases):
-            if functions is None:
-                functions = lab.functions(
-                    code, suite.limits, artifact=artifact, keep=suite.fresh_process and len(cases) > 1
-                )
-                artifact = functions.artifact
-            verdict, message = _call(functions, case, suite.compare, as_json)
-            last = suite.fresh_process or index + 1 == len(cases) or verdict is not None
-            report = functions.finish() if last else None
-            if report is not None:
-                over = limit_verdict(report, suite.limits, overflow=functions.guest.overflow)
-                if over is not None and verdict is not Verdict.ACCEPTED:
-                    verdict, message = over
-                if functions.compile_error is not None or not (
-                    functions.artifact or functions.loaded or functions.raised
-                ):
-                    graded.count(report)
-                    if over is not None:
-                        graded.fail(*over)
-                    graded.fail(
-                        Verdict.COMPILE_ERROR, functions.compile_error or f"The compiler died (signal {report.signal})."
-                    )
-                    return
-                if verdict is None:
-                    ended = f"signal {report.signal}" if report.signal else f"exit code {report.exit_code}"
-                    verdict, message = Verdict.RUNTIME_ERROR, f"The program ended without an answer ({ended})."
-                functions = None
-            graded.add(verdict or Verdict.RUNTIME_ERROR, message, report=report)
-            if graded.over:
-                return
-    finally:
-        if functions is not None:
-            graded.count(functions.finish())
+    for group in [(case,) for case in cases] if suite.fresh_process else [cases]:
+        frames = [case.frame for case in group]
+        functions = lab.functions(code, suite.limits, artifact=artifact, keep=len(group) < len(cases), calls=frames)
+        found: list[tuple[Verdict, str]] = []
+        try:
+            for case in group:
+                found.append(_answer(functions, case, suite.compare, as_json))
+                if graded.stop_early and found[-1][0] is not Verdict.ACCEPTED:
+                    break
+        except Ended:
+            pass
+        finally:
+            report = functions.finish()
+        artifact = functions.artifact
+        if _not_compiled(functions, report, suite.limits, graded):
+            return
+        stopped = bool(found) and graded.stop_early and found[-1][0] is not Verdict.ACCEPTED
+        if len(found) < len(group) and not stopped:
+            found.append(_ended(report))
+        if over := limit_verdict(report, suite.limits, overflow=functions.guest.overflow):
+            found[-1] = over
+        for verdict, message in found[:-1]:
+            graded.add(verdict, message)
+        graded.add(*found[-1], report=report)
+        if graded.over:
+            return
 
 
-def _call(functions: Functions, case: Case, compare: Compare, as_json: bool) -> tuple[Verdict | None, str]:
-    """The verdict on one call; ``None`` when the process ended instead of answering."""
+def _not_compiled(functions: Functions, report: Report, limits: Limits, graded: Graded) -> bool:
+    """Whether there was no code object, which fails the whole."""
+    if functions.compiled:
+        return False
+    graded.count(report)
+    if functions.compile_error is None and (over := limit_verdict(report, limits, overflow=False)):
+        graded.fail(*over)
+    graded.fail(Verdict.COMPILE_ERROR, functions.compile_error or f"The compiler died (signal {report.signal}).")
+    return True
+
+
+def _ended(report: Report) -> tuple[Verdict, str]:
+    ended = f"signal {report.signal}" if report.signal else f"exit code {report.exit_code}"
+    return Verdict.RUNTIME_ERROR, f"The program ended without an answer ({ended})."
+
+
+def _answer(functions: Functions, case: Case, compare: Compare, as_json: bool) -> tuple[Verdict, str]:
+    """The verdict on one call.
+
+    Raises:
+        Ended: the process ended instead of answering.
+    """
     if functions.raised is not None:
         return _raised(functions.raised)
     if not functions.loaded:
-        return None, ""
+        raise Ended
     try:
-        value, _ = values.read_reply(functions.call(case.frame), values.Decoder())
-    except Ended:
-        return None, ""
+        value, _ = values.read_reply(functions.reply(), values.Decoder())
     except values.CandidateRaised as raised:
         return _raised(str(raised))
     except values.ValueRefused as error:

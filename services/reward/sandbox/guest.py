@@ -166,7 +166,7 @@ def run_native() -> int:
 
 
 def serve_functions() -> int:
-    """Compile, load, then answer calls until killed."""
+    """Compile, load, then answer calls until there is an empty one, or until killed."""
     code = _compile(parts(read_frame()))
     _seed()
     module = type(sys)("solution")  # not __main__: a guard must not run for call tests
@@ -180,8 +180,9 @@ def serve_functions() -> int:
     handles: list = []
     encoder = values.Encoder(handles)
     decoder = values.Decoder(lambda number, _name: handles[number])
-    while True:
-        write_frame(_answer(values.unpack(read_frame()), module.__dict__, handles, encoder, decoder))
+    while call := read_frame():
+        write_frame(_answer(values.unpack(call), module.__dict__, handles, encoder, decoder))
+    return 0
 
 
 def _answer(call, scope, handles, encoder, decoder) -> bytes:

@@ -184,10 +184,15 @@ class Guest:
 
     # ---- for judges ----
 
-    def send(self, body: bytes) -> None:
-        """A frame out, as far as it goes without waiting; ``receive`` and ``wait`` send the rest."""
-        self._outbox += len(body).to_bytes(4, "big") + body
+    def send(self, *bodies: bytes) -> None:
+        """Frames out, as far as they go without waiting; ``receive`` and ``wait`` send the rest."""
+        self._outbox += b"".join(len(body).to_bytes(4, "big") + body for body in bodies)
         self._write_channel()
+
+    def settle(self) -> None:
+        """Give the guest a moment to end by itself before anything is read from it: each look costs more than what it may find."""
+        if not self._outbox and self._stdin < 0 and self.report is None:
+            self._step(_QUIET_S)
 
     def receive(self) -> bytes:
         """The next frame's body.
@@ -215,8 +220,7 @@ class Guest:
         Raises:
             WorkerDied: the worker is gone.
         """
-        if not self._outbox and self._stdin < 0:
-            self._step(_QUIET_S)
+        self.settle()
         if self.report is None:
             self._watch_outputs()
             self._watch(self._channel.fileno(), select.POLLIN | (select.POLLOUT if self._outbox else 0))

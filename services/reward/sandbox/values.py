@@ -257,7 +257,7 @@ def pack(message: Any) -> bytes:
 
 def dumps(message: Any) -> bytes:
     """The body of one frame. Raises as ``pack`` does."""
-    body = json.dumps(message, separators=(",", ":"), allow_nan=False).encode("ascii")
+    body = _ENCODER.encode(message).encode("ascii")
     if len(body) > MAX_FRAME_BYTES:
         raise ValueRefused("The value is too large for a frame.")
     return body
@@ -282,7 +282,7 @@ def unpack(body: bytes) -> Any:
         ValueRefused: not such JSON.
     """
     try:
-        return json.loads(body, parse_int=_parse_int, parse_float=_no_number, parse_constant=_no_number)
+        return _DECODER.decode(body.decode("ascii"))
     except (ValueError, RecursionError, MemoryError):
         raise ValueRefused("A frame is not JSON of the expected form.") from None
 
@@ -295,6 +295,10 @@ def _parse_int(text: str) -> int:
 
 def _no_number(text: str) -> Any:
     raise ValueRefused("A plain float or constant.")
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+_DECODER = json.JSONDecoder(parse_int=_parse_int, parse_float=_no_number, parse_constant=_no_number)
 
 
 class CandidateRaised(Exception):
