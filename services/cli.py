@@ -88,6 +88,13 @@ def parser() -> argparse.ArgumentParser:
     )
     convert.add_argument("source", type=Path)
     convert.add_argument("target", type=Path)
+    verify = data.add_parser(
+        "check", help="judge each task's own solution, and name the tasks whose suite does not accept it"
+    )
+    verify.add_argument("tasks", type=Path)
+    verify.add_argument("--repeat", type=int, default=3, metavar="N", help="times each solution is judged (default 3)")
+    verify.add_argument("--config", type=Path, help="for its [reward] section")
+    _add_set(verify)
     return top
 
 
@@ -244,7 +251,15 @@ def _eval(args: argparse.Namespace) -> int:
 def _data(args: argparse.Namespace) -> int:
     from services import data
 
-    return data.convert(args.source, args.target)
+    if args.data_command == "convert":
+        return data.convert(args.source, args.target)
+    from services.config import load_reward_config
+
+    config = load_reward_config(args.config, args.overrides)
+    import common.logs
+
+    common.logs.setup("reward", level="warning")
+    return data.check(config, args.tasks, repeat=max(1, args.repeat))
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {

@@ -1,4 +1,4 @@
-"""``forebay data convert``: task files from HumanEval's format, which MBPP is published in too, and from that of APPS, which TACO shares
+"""``forebay data check``: are the suites of a task file right? And ``forebay data convert``: task files from HumanEval's format, which MBPP is published in too, and from that of APPS, which TACO shares
 and LiveCodeBench's harness uses (``input_output``). Each line says by its fields which one it is."""
 
 from __future__ import annotations
@@ -8,12 +8,21 @@ import gzip
 import json
 import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from common.errors import ConfigError
 from protocol.suites import CallCase, CallSuite, CheckSuite, StdinCase, StdinSuite
-from protocol.tasks import Task
+from protocol.tasks import Task, load_tasks
+from protocol.verdicts import JudgeResult, Verdict
+from services.reward.config import RewardConfig
+from services.reward.pool import JudgePool
+
+_AT_ONCE = 64  # tasks whose solutions are being judged
 
 PROMPT = "Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{stub}\n```"
 
@@ -125,3 +134,49 @@ def convert(source: Path, target: Path) -> int:
     partial.rename(target)
     print(f"{len(tasks)} tasks from {source} in {target}")
     return 0
+
+
+def check(config: RewardConfig, path: Path, *, repeat: int) -> int:
+    """Judge every task's own solution ``repeat`` times; prints the tasks whose suite does not accept it each time. 0 when all do, else 1.
+
+    Such a suite is wrong, too strict for its limits, or tosses coins: completions of its task can't be judged by it.
+
+    Raises:
+        ConfigError: the task file can't be used.
+    """
+    tasks = load_tasks(path)
+    solved = [task for task in tasks if task.tests.solution]
+    table = Table(title=f"{path}: {len(tasks)} tasks, {len(solved)} with a solution; each judged {repeat} times")
+    for name in ("task", "accepted", "first other verdict"):
+        table.add_column(name)
+    bad = 0
+    pool = JudgePool(config.model_copy(update={"cache_size": 0}))
+    pool.start()
+    try:
+        for task, results in _judged(pool, solved, repeat):
+            others = [result for result in results if result.verdict is not Verdict.ACCEPTED]
+            if others:
+                bad += 1
+                said = f"{others[0].verdict}: {others[0].message}"
+                table.add_row(task.task_id, f"{repeat - len(others)}/{repeat}", said)
+    finally:
+        pool.close()
+    if bad:
+        Console().print(table)
+    unsolved = f"; {len(tasks) - len(solved)} tasks have no solution to judge by" if len(solved) < len(tasks) else ""
+    print(f"{len(solved) - bad} of {len(solved)} solutions are accepted {repeat} times out of {repeat}{unsolved}.")
+    return 1 if bad else 0
+
+
+def _judged(pool: JudgePool, tasks: list[Task], repeat: int) -> Iterator[tuple[Task, list[JudgeResult]]]:
+    """Results of each task's solution; a bounded number of tasks is under way."""
+    for start in range(0, len(tasks), _AT_ONCE):
+        waiting = []
+        for task in tasks[start : start + _AT_ONCE]:
+            code = task.tests.solution or ""
+            # Equal code is judged once at a time: comments make the runs different programs.
+            mark = {"python": "#", "cpp": "//", "javascript": "//"}[task.tests.language]
+            texts = [f"``````{task.tests.language}\n{code}\n{mark} {run}\n``````" for run in range(repeat)]
+            waiting.append((task, [pool.submit(text, task.tests) for text in texts]))
+        for task, futures in waiting:
+            yield task, [future.result() for future in futures]
