@@ -16,6 +16,7 @@ class Graded:
 
     total: int
     stop_early: bool
+    attempt: int = 1
     tests: list[TestResult] = field(default_factory=list)
     verdict: Verdict | None = None  # of the whole, where no single test has it (compile_error)
     message: str = ""

@@ -38,9 +38,10 @@ from services.reward.graders.asserts import grade_asserts
 from services.reward.graders.calls import Cases, grade_calls
 from services.reward.graders.programs import grade_checker, grade_stdin
 from services.reward.lab import LEVELS, Lab, Refused
-from services.reward.sandbox.host import Level, WorkerDied
+from services.reward.sandbox.host import CannotStart, Level, WorkerDied
 
 log = structlog.get_logger()
+MAX_ATTEMPTS = 3  # of a judgement that a worker died of
 _KEPT_TESTS = 1000  # results of single tests that a result carries
 _MEASUREMENTS = 3  # runs whose fastest is a program's CPU time
 _SOLUTION_AGE_S = 60.0  # a solution is measured again after this: the machine may be busier now
@@ -99,6 +100,7 @@ class Judge:
             memory_mib=graded.memory_mib,
             message=message.encode("utf-8", "backslashreplace").decode("utf-8")[:500],
             tests=tuple(graded.tests[:_KEPT_TESTS]),
+            attempt=graded.attempt,
             repeatable=_repeatable(verdict, graded),
         )
 
@@ -109,20 +111,32 @@ class Judge:
         return suite.correctness or self.config.correctness
 
     def _grade(self, code: str, suite: TestSuite, *, stop_early: bool) -> Graded:
-        """One pass over the suite; failures of the judge's own become ``infra``."""
-        graded = Graded(total=0, stop_early=stop_early)
-        try:
-            self._run_grader(code, suite, graded)
-        except Refused as error:
-            graded.infra, graded.refused = str(error), True
-        except WorkerDied as error:
-            graded.infra = str(error)
-            self.lab.drop()
-        except Exception as error:  # a bug here must never look like a wrong answer, nor stop the node
-            log.exception("judge_failed", kind=suite.kind)
-            graded.infra = f"The judge failed: {type(error).__name__}: {error}"
-            self.lab.drop()
-        return graded
+        """One pass over the suite; failures of the judge's own become ``infra``. What a worker dies of is tried again on fresh ones."""
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            graded = Graded(total=0, stop_early=stop_early, attempt=attempt)
+            try:
+                self._run_grader(code, suite, graded)
+            except Refused as error:
+                graded.infra, graded.refused = str(error), True
+            except CannotStart as error:
+                graded.infra = str(error)
+                self.lab.drop()
+            except WorkerDied as error:
+                graded.infra = str(error)
+                died = self.lab.drop()
+                if died and attempt < MAX_ATTEMPTS:
+                    log.warning("judgement_retried", attempt=attempt, reason=str(error))
+                    continue
+                if died:  # each of them had passed its self-test just before: it is the program's doing
+                    log.error("sandbox_worker_killer", attempts=attempt, code=code[:2000])
+                    graded.infra, graded.tests = "", []
+                    graded.fail(Verdict.RUNTIME_ERROR, f"It took down its sandbox, {attempt} times out of {attempt}.")
+            except Exception as error:  # a bug here must never look like a wrong answer, nor stop the node
+                log.exception("judge_failed", kind=suite.kind)
+                graded.infra = f"The judge failed: {type(error).__name__}: {error}"
+                self.lab.drop()
+            return graded
+        raise AssertionError("unreachable")
 
     def _run_grader(self, code: str, suite: TestSuite, graded: Graded) -> None:
         match suite:

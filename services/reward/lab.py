@@ -20,6 +20,7 @@ from services.reward.languages import Toolchain, Toolchains
 from services.reward.sandbox import values
 from services.reward.sandbox.cgroups import WorkerGroups
 from services.reward.sandbox.host import (
+    CannotStart,
     Ended,
     Filter,
     Guest,
@@ -28,7 +29,6 @@ from services.reward.sandbox.host import (
     Report,
     Role,
     Worker,
-    WorkerDied,
     flavour_of,
     parts,
     start_worker,
@@ -107,7 +107,7 @@ class Lab:
         """
         try:
             worker = self._start("plain", self._levels)
-        except WorkerDied as error:
+        except CannotStart as error:
             raise ConfigError(
                 f"No sandbox works on this node: {error}. Allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
                 "kernel.apparmor_restrict_unprivileged_userns=0) or Landlock; or set reward.unsafe = true to judge without isolation."
@@ -129,7 +129,7 @@ class Lab:
         """A worker that is free. ``use``: ``candidate`` or ``tests``, which never share one.
 
         Raises:
-            WorkerDied: none can be started now.
+            CannotStart: none can be started now.
         """
         worker = self._workers.get((use, flavour))
         if worker is not None and worker.num_runs < _RUNS_PER_WORKER:
@@ -142,15 +142,17 @@ class Lab:
             self._self_test(worker)
         except ConfigError as error:
             self._end(worker)
-            raise WorkerDied(str(error)) from None
+            raise CannotStart(str(error)) from None
         self._workers[use, flavour] = worker
         return worker
 
-    def drop(self) -> None:
-        """End all workers: what comes next gets fresh ones."""
+    def drop(self) -> bool:
+        """End all workers: what comes next gets fresh ones. Whether one for candidates had died."""
+        died = any(use == "candidate" and not worker.alive for (use, _), worker in self._workers.items())
         for worker in list(self._workers.values()):
             self._end(worker)
         self._workers.clear()
+        return died
 
     def _end(self, worker: Worker) -> None:
         worker.close()
@@ -190,7 +192,7 @@ class Lab:
     # ---- runs ----
 
     def order(
-        self, role: Role, limits: Limits, *, filter_name: Filter = "guest", no_memory_limit: bool = False
+        self, role: Role, limits: Limits, *, filter_name: Filter = "guest", reserves_memory: bool = False
     ) -> Order:
         """An order within what this node allows.
 
@@ -203,7 +205,7 @@ class Lab:
             )
         if limits.processes > 1:
             filter_name = "processes" if filter_name == "guest" else filter_name
-        return Order(role, filter_name, limits, no_memory_limit)
+        return Order(role, filter_name, limits, reserves_memory)
 
     def start_guest(self, worker: Worker, order: Order, **options: Any) -> Guest:
         """A guest of ``worker``.
@@ -263,7 +265,7 @@ class Lab:
         if error is not None:
             return Execution(Report("", 0, 0, 0.0, 0.0, 0.0, True), b"", b"", False, error)
         worker = self.worker("native")
-        order = self.order("native", limits, filter_name="native", no_memory_limit=toolchain.reserves_memory)
+        order = self.order("native", limits, filter_name="native", reserves_memory=toolchain.reserves_memory)
         guest = self.start_guest(worker, order, stdin=stdin, cap_bytes=cap_bytes, program=program)
         try:
             guest.send(toolchain.run_frame(code, limits))
@@ -280,7 +282,8 @@ class Lab:
         worker = self.worker("native")
         limits = toolchain.compile_limits
         self._groups.limit(worker, limits)
-        guest = worker.run(Order("compile", "compile", limits, no_memory_limit=True))
+        self._groups.limit(worker, limits)
+        guest = worker.run(Order("compile", "compile", limits, reserves_memory=True))
         try:
             guest.send(toolchain.compile_frame(code))
             guest.wait()

@@ -33,13 +33,12 @@ from common.errors import ConfigError
 from protocol.suites import TestSuite
 from protocol.verdicts import JudgeResult, Verdict
 from services.reward.config import RewardConfig
-from services.reward.judge import extract
+from services.reward.judge import MAX_ATTEMPTS, extract
 from services.reward.judge_process import RecentlyUsed
 from services.reward.lab import LEVELS
 from services.reward.sandbox.host import Level
 
 log = structlog.get_logger()
-MAX_ATTEMPTS = 3
 _START_S = 120.0
 _STOP_S = 5.0
 _PATIENCE_S = 300.0  # on top of ten times what the suites may take by their limits: then a judge counts as hung
@@ -193,7 +192,7 @@ class JudgePool:
                 self._queue.put_nowait(job)
                 self._counts["retries"] += 1
                 return
-        result = result.model_copy(update={"attempt": job.attempt, "queue_s": queue_s})
+        result = result.model_copy(update={"attempt": result.attempt + job.attempt - 1, "queue_s": queue_s})
         with self._lock:
             self._counts["judged"] += 1
             self._counts["infra_errors"] += failed

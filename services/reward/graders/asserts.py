@@ -171,7 +171,11 @@ class _Run:
             try:
                 body = tests.receive()
             except Ended:
-                self._graded.infra = "The tests' own process passed its limits or died."
+                if not self._num_calls:
+                    self._graded.infra = "The tests' own process passed its limits or died."
+                    return
+                # Not the judge's failure, or a candidate could buy itself one by what it returns.
+                self._graded.fail(Verdict.TIME_LIMIT, "The tests did not come to an end with these answers.")
                 return
             message = values.unpack(body)
             if message[0] == "call":

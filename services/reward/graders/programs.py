@@ -15,11 +15,13 @@ from services.reward.sandbox.host import Ended
 
 _CHECKER_EXTRA_S = 10.0  # a checker gets this on top of the candidate's limits
 _CHECKER_MEMORY_MIB = 512
-_WRONG = (
-    "AssertionError",
-    "ValueError",
-    "IndexError",
-)  # what a checker raises at an output that is not even of the right form
+_BUGS = (
+    "NameError",
+    "UnboundLocalError",
+    "ImportError",
+    "ModuleNotFoundError",
+    "SyntaxError",
+)  # no output makes a checker raise these
 _EXTRA_OUTPUT_BYTES = 64 << 10
 
 
@@ -57,7 +59,9 @@ def grade_checker(lab: Lab, suite: CheckerSuite, code: str, graded: Graded) -> N
             if not _failed_to_run(suite, run, graded):
                 if checker is None:
                     checker = lab.functions(suite.checker, limits, use="tests")
-                _check(checker, case.input or "", case.answer, run, graded)
+                if not _check(checker, case.input or "", case.answer, run, graded):
+                    checker.finish()
+                    checker = None
             if graded.over:
                 return
     finally:
@@ -106,11 +110,12 @@ def _failed_to_run(suite: Any, run: Execution, graded: Graded) -> bool:
     return False
 
 
-def _check(checker: Functions, given: str, answer: str, run: Execution, graded: Graded) -> None:
-    """One verdict of the checker; its own failure is the suite's."""
+def _check(checker: Functions, given: str, answer: str, run: Execution, graded: Graded) -> bool:
+    """One verdict of the checker; its own failure is the suite's. Whether it is there for the next."""
     if not checker.loaded:
+        graded.refused = True
         graded.infra = f"The checker can't be loaded: {checker.compile_error or checker.raised or 'it ended'}."
-        return
+        return True
     arguments = [given, run.stdout.decode("utf-8", "replace"), answer]
     try:
         frame = values.dumps(
@@ -118,22 +123,25 @@ def _check(checker: Functions, given: str, answer: str, run: Execution, graded: 
         )
         score, _ = values.read_reply(checker.call(frame), values.Decoder())
     except values.CandidateRaised as raised:
-        if raised.name in _WRONG:
+        if raised.name in _BUGS:
+            graded.infra, graded.refused = f"The checker failed by itself: {raised}", True
+        else:
             graded.add(Verdict.WRONG_ANSWER, f"The checker raised {raised}", report=run.report)
-            return
-        graded.infra = f"The checker failed by itself: {raised}"
-        return
+        return True
     except values.ValueRefused as error:
-        graded.infra = f"The checker can't be given this output, or its answer can't be read: {error}"
-        return
-    except Ended:
-        graded.infra = "The checker passed its limits or died."
-        return
+        graded.add(Verdict.OUTPUT_LIMIT, f"Too much for the checker: {error}", report=run.report)
+        return True
+    except (
+        Ended
+    ):  # not the judge's failure, or a candidate could buy itself one: forebay data check finds checkers that are slow
+        graded.add(Verdict.WRONG_ANSWER, "The checker passed its limits on this output.", report=run.report)
+        return False
     if isinstance(score, bool):
         score = float(score)
     if not isinstance(score, int | float) or not 0 <= score <= 1:
+        graded.refused = True
         graded.infra = f"The checker returned {str(score)[:80]!r}: true, false or a number from 0 to 1 is wanted."
-        return
+        return True
     passed = score == 1
     graded.add(
         Verdict.ACCEPTED if passed else Verdict.WRONG_ANSWER,
@@ -141,3 +149,4 @@ def _check(checker: Functions, given: str, answer: str, run: Execution, graded: 
         score=float(score),
         report=run.report,
     )
+    return True

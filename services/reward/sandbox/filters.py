@@ -83,6 +83,11 @@ _NEVER = [
     "userfaultfd",
     "vhangup",
 ]
+# Landlock does not restrict these, and where there is no root of its own the files of the host are in sight. In the box they mean
+# nothing to a program, and copying a file would fail without them: they answer that they are done, and do nothing.
+_ATTRIBUTES = ("chmod", "fchmod", "fchmodat", "fchmodat2", "utime", "utimes", "utimensat", "futimesat")
+_MORE_ATTRIBUTES = ("chown", "fchown", "lchown", "fchownat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr",
+                    "lremovexattr", "fremovexattr", "removexattrat", "file_setattr")  # fmt: skip
 _SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW*: user, pid, net, mount, uts, ipc, cgroup
 _CLONE_THREAD = 0x00010000
@@ -97,10 +102,12 @@ class Filters:
     processes: bytes  # may fork, may not exec
     native: bytes  # may exec, may not fork
     landlock: bytes  # where there is no pid namespace: no signals to anyone
+    landlock_worker: bytes  # ``worker``, where there are no namespaces: the host's files keep their attributes too
 
-    def parts(self) -> tuple[bytes, ...]:
+    def parts(self, level: str) -> tuple[bytes, ...]:
         """In the order in which a worker expects them."""
-        return (self.worker, self.guest, self.processes, self.native, self.landlock)
+        worker = self.worker if level == "namespaces" else self.landlock_worker
+        return (worker, self.guest, self.processes, self.native, self.landlock)
 
 
 class NoSeccomp(Exception):
@@ -120,8 +127,12 @@ def filters() -> Filters:
         raise NoSeccomp(f"libseccomp can't be loaded ({error}); install the package libseccomp2") from None
     fork, exec_ = ("fork", "vfork"), ("execve", "execveat")
 
-    def program(names: Any, *, no_processes: bool = False, namespaces: bool = False) -> bytes:
+    def program(
+        names: Any, *, no_processes: bool = False, namespaces: bool = False, pretended: tuple[str, ...] = ()
+    ) -> bytes:
         made = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+        for name in pretended:
+            _deny(pyseccomp, made, 0, name)
         for name in names:
             _deny(pyseccomp, made, EPERM, name)
         if no_processes:  # threads only
@@ -143,6 +154,7 @@ def filters() -> Filters:
         processes=program(exec_),
         native=program(fork, no_processes=True),
         landlock=program(_SIGNALS),
+        landlock_worker=program([*_NEVER, *_MORE_ATTRIBUTES], namespaces=True, pretended=_ATTRIBUTES),
     )
 
 

@@ -9,6 +9,7 @@ for those that run one. A role returns its exit code.
 
 from __future__ import annotations
 
+import _signal
 import os
 import sys
 
@@ -158,6 +159,8 @@ def run_native() -> int:
     environment = {"PATH": "/usr/bin:/bin", "HOME": os.getcwd(), "TMPDIR": os.getcwd(), "LANG": "C.UTF-8", "TZ": "UTC"}
     environment["OPENSSL_CONF"] = "/dev/null"  # node would otherwise look for one in /etc
     target = PROGRAM if not arguments[0] else arguments[0]
+    for number in (_signal.SIGPIPE, _signal.SIGXFSZ):  # Python ignores these, and a program would inherit that
+        _signal.signal(number, _signal.SIG_DFL)
     os.execve(target, [arguments[0] or b"main", *arguments[1:]], environment)
     return EXIT_FAILED
 

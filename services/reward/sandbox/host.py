@@ -22,7 +22,8 @@ Covered at level ``namespaces`` (a hostile test for each line in tests/integrati
 Level ``landlock`` (no user namespaces here): Landlock and seccomp give the same list, with a host folder as the box and without a
 bound on the box as a whole; suites that allow several processes are refused. Level ``none`` (only with ``unsafe``): limits only.
 
-Not covered: kernel exploits, timing side channels between cores, memory of the box (64 MiB) on top of the process's where there is no
+Not covered: kernel exploits, timing side channels between cores, signs that candidates running at the same time give each other (locks on
+shared library files), memory of the box (64 MiB) on top of the process's where there is no
 memory cgroup, tests that a policy knows by heart, helper functions that a suite itself takes from the candidate, what a readable library
 on the host reveals.
 """
@@ -103,6 +104,10 @@ class WorkerDied(Exception):
     """The worker failed, not the guest: the run has no outcome."""
 
 
+class CannotStart(WorkerDied):
+    """There is no worker: none can be started here, or none at the moment."""
+
+
 class Ended(Exception):
     """The guest is gone or was stopped; ``Guest.finish`` has the report."""
 
@@ -114,12 +119,14 @@ class Order:
     role: Role
     filter: Filter
     limits: Limits
-    no_memory_limit: bool = False  # of the address space: for programs that reserve much more than they use (node)
+    reserves_memory: bool = (
+        False  # much more address space than is used (node): what can be written to is limited instead
+    )
 
     def line(self) -> bytes:
         """For the worker."""
         limits = self.limits
-        memory = 0 if self.no_memory_limit else limits.memory_mib * _MIB
+        memory = (-1 if self.reserves_memory else 1) * limits.memory_mib * _MIB
         return (
             f"{self.role} {self.filter} {limits.cpu_s} {limits.wall_limit_s} {memory} {limits.stack_mib * _MIB} {limits.processes}"
         ).encode()
@@ -377,7 +384,7 @@ class Worker:
     """A sandbox process; one guest at a time.
 
     Raises:
-        WorkerDied: this level does not work here; the message says which step was refused.
+        CannotStart: this level does not work here; the message says which step was refused.
     """
 
     def __init__(
@@ -398,7 +405,7 @@ class Worker:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
-                parts = filters().parts() if level != "none" else (b"-",) * 5
+                parts = filters().parts(level) if level != "none" else (b"-",) * 5
                 where = [str(_WORKER), level, str(theirs.fileno()), self._box or "-", FLAVOURS[flavour]]
                 command = [python, "-S", "-s", "-B", *where, ":".join(paths), " ".join(programs)]
                 # Pipes, as a guest will have: its stream objects are made when the worker starts, and take over other descriptors.
@@ -421,11 +428,16 @@ class Worker:
         except (WorkerDied, NoSeccomp, OSError) as error:
             said = self._last_words()
             self.close()
-            raise WorkerDied((str(error) if isinstance(error, WorkerDied) else f"{level}: {error}") + said) from None
+            raise CannotStart((str(error) if isinstance(error, WorkerDied) else f"{level}: {error}") + said) from None
         has_landlock, has_proc = (word == "1" for word in answer.split()[1:])
         self.counts_processes = level == "namespaces" and has_proc  # suites that allow several need it
         names = {"namespaces": "namespaces+landlock+seccomp" if has_landlock else "namespaces+seccomp"}
         self.isolation = {**names, "landlock": "landlock+seccomp", "none": "none"}[level]
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is there; not whether it answers."""
+        return self._process is not None and self._process.poll() is None
 
     @property
     def pid(self) -> int:
@@ -509,15 +521,15 @@ def start_worker(python: str, levels: tuple[Level, ...], flavour: str = "plain")
     """A worker at the first of ``levels`` that works here.
 
     Raises:
-        WorkerDied: none does; the message says why for each.
+        CannotStart: none does; the message says why for each.
     """
     reasons = []
     for level in levels:
         try:
             return Worker(python, level, flavour)
-        except WorkerDied as error:
+        except CannotStart as error:
             reasons.append(str(error))
-    raise WorkerDied("; ".join(reasons))
+    raise CannotStart("; ".join(reasons))
 
 
 def flavour_of(code: str) -> str:

@@ -19,6 +19,7 @@ MAX_NODES = 200_000
 MAX_INT_BITS = 1 << 20
 MAX_FRAME_BYTES = 8 << 20
 _SMALL_INT = 1 << 63
+_MAX_EXPONENT = 100_000
 _MAX_COLLISIONS = 64  # elements of one set or dict that share a hash: more is an attack on the judge's time
 
 _ITERATORS = tuple(
@@ -197,7 +198,10 @@ class Decoder:
         if tag == "D" and len(rest) == 1:
             from decimal import Decimal
 
-            return Decimal(_text(rest[0], 400))
+            number = Decimal(_text(rest[0], 400))
+            if number.is_finite() and abs(number.adjusted()) > _MAX_EXPONENT:  # as an int it would fill the memory
+                raise ValueRefused("The exponent of a Decimal is too large.")
+            return number
         if tag == "F" and len(rest) == 2:
             from fractions import Fraction
 

@@ -44,13 +44,15 @@ def _load(name: str) -> object:
 
 
 class Order:
-    """One run, as the judge asks for it: ``ROLE FILTER cpu_s wall_s memory_bytes stack_bytes processes``, blank-separated."""
+    """One run, as the judge asks for it: ``ROLE FILTER cpu_s wall_s memory_bytes stack_bytes processes``, blank-separated.
+    Negative memory is a limit of what can be written to, not of the address space."""
 
     def __init__(self, line: bytes) -> None:
         role, filter_name, cpu, wall, memory, stack, processes = line.decode("ascii").split()
         self.role, self.filter = role, filter_name
         self.cpu_s, self.wall_s = float(cpu), float(wall)
-        self.memory_bytes, self.stack_bytes, self.processes = int(memory), int(stack), int(processes)
+        self.memory_bytes, self.stack_bytes, self.processes = abs(int(memory)), int(stack), int(processes)
+        self.memory_limit = resource.RLIMIT_AS if int(memory) > 0 else resource.RLIMIT_DATA
         self.first_look_s = max(0.005, min(self.cpu_s / 2, self.wall_s, _POLL_S if self.processes > 1 else 1e6))
 
 
@@ -217,7 +219,7 @@ class Worker:
             resident += (int(memory[1]) - int(memory[2])) * _PAGE  # without the pages of files and shared memory
         if cpu_s > order.cpu_s:
             return "cpu"
-        if order.memory_bytes and resident > order.memory_bytes:
+        if resident > order.memory_bytes:
             return "memory"
         return "processes" if count > order.processes else ""
 
@@ -305,9 +307,8 @@ class Worker:
     def _limit(self, order: Order) -> None:
         seconds = int(order.cpu_s) + 2  # a backstop: the worker's own watch is finer
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-        if order.memory_bytes:
-            memory = self.baseline_bytes + order.memory_bytes
-            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        memory = self.baseline_bytes + order.memory_bytes
+        resource.setrlimit(order.memory_limit, (memory, memory))
         if order.stack_bytes != _STACK_BYTES:
             _limit(resource.RLIMIT_STACK, order.stack_bytes)
 
