@@ -102,6 +102,8 @@ def _roots_v2(proc: Path) -> dict[str, Path]:
     if mount is None or own is None:
         return {}
     group = mount / own.lstrip("/")
+    if group.name == _NODE:  # another process of this node was here before
+        return {"memory": group.parent, "pids": group.parent}
     try:
         if not {"memory", "pids"} <= set((group / "cgroup.controllers").read_text().split()):
             return {}
@@ -115,8 +117,6 @@ def _roots_v2(proc: Path) -> dict[str, Path]:
             (group / "cgroup.subtree_control").write_text("+memory +pids")
     except OSError:
         return {}
-    if group.name == _NODE:  # another process of this node was here before
-        group = group.parent
     return {"memory": group, "pids": group}
 
 

@@ -308,6 +308,8 @@ class Worker:
         seconds = int(order.cpu_s) + 2  # a backstop: the worker's own watch is finer
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         memory = self.baseline_bytes + order.memory_bytes
+        if order.memory_limit == resource.RLIMIT_DATA:
+            memory += 16 * order.stack_bytes  # a stack for each thread that node makes counts, used or not
         resource.setrlimit(order.memory_limit, (memory, memory))
         if order.stack_bytes != _STACK_BYTES:
             _limit(resource.RLIMIT_STACK, order.stack_bytes)
