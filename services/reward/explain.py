@@ -21,7 +21,7 @@ from rich.text import Text
 
 from common.errors import EXIT_NOT_JUDGED, ConfigError
 from protocol.suites import TestSuite, parse_suite
-from protocol.verdicts import JudgeResult, Verdict
+from protocol.verdicts import JudgeResult, TestResult, Verdict
 from services.reward.config import RewardConfig
 from services.reward.extraction import extract_code
 from services.reward.pool import JudgePool
@@ -196,14 +196,19 @@ def _tests(result: JudgeResult) -> Table:
         table.add_row(
             str(number),
             Text(str(test.verdict), style="green" if test.verdict is Verdict.ACCEPTED else "red"),
-            f"{test.cpu_s:.3f} s",
-            f"{test.wall_s:.3f} s",
-            f"{test.memory_mib:.1f} MiB",
+            *_costs(test),
             Text(test.message),
         )
     if len(rows) < result.tests_total:
         table.caption = f"{len(rows)} of {result.tests_total} tests; --json has all that ran"
     return table
+
+
+def _costs(test: TestResult) -> tuple[str, str, str]:
+    """CPU, wall and memory of a test that had a process of its own."""
+    if not test.wall_s:
+        return "-", "-", "-"
+    return f"{test.cpu_s:.3f} s", f"{test.wall_s:.3f} s", f"{test.memory_mib:.1f} MiB"
 
 
 def _print_code(console: Console, code: str | None, *, whole: bool) -> None:

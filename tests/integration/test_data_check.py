@@ -15,7 +15,9 @@ def test_tasks_whose_tests_refuse_their_own_solution_are_named(tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text("".join(json.dumps(task) + "\n" for task in tasks))
     done = subprocess.run(
-        [sys.executable, "-m", "services.cli", "data", "check", str(path), "--repeat", "2"], capture_output=True, text=True
+        [sys.executable, "-m", "services.cli", "data", "check", str(path), "--repeat", "2"],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 1, done.stderr
     assert "1 of 2 solutions are accepted 2 times out of 2; 1 tasks have no solution" in done.stdout

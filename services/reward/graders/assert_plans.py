@@ -23,6 +23,7 @@ from protocol.suites import TestSuite
 from services.reward.sandbox import values
 
 REPLY = "__forebay_reply__"
+_TEXT = 200  # characters of an assert in a message
 
 _PURE: dict[str, Any] = {
     function.__name__: function
@@ -65,11 +66,7 @@ _GROWING = (
 
 @dataclass(frozen=True)
 class CompiledSuite:
-    """``inline`` holds the code of each assert, or is ``None`` and ``source`` holds the instrumented tests.
-
-    ``calls`` has the frame of the one call of each inline assert (empty for an assert without a call), where all calls are known before
-    the first is made: then they are sent at once, and the candidate's process need not wait for the judge between them.
-    """
+    """``inline`` holds the code of each assert, or is ``None`` and ``source`` holds the instrumented tests."""
 
     kind: str
     entry_point: str
@@ -78,8 +75,9 @@ class CompiledSuite:
     num_asserts: int
     inline: tuple[CodeType, ...] | None
     source: str
+    texts: tuple[str, ...] = ()  # of the inline asserts, for messages
     calls: tuple[bytes, ...] | None = (
-        None  # encoded, if all are known beforehand; then ``inline`` asks for ``_REPLY(index)``
+        None  # encoded, if all are known beforehand; then ``inline`` asks for ``REPLY(index)``
     )
 
 
@@ -113,11 +111,12 @@ def compile_suite(kind: str, entry_point: str, code: str) -> CompiledSuite:
     asserts = _inline(tree, check, names, imports_math="math" in modules)
     inline = None if asserts is None else tuple(_code(expression) for expression in asserts)
     parameter = check.args.args[0].arg if check else entry_point
+    texts = tuple(ast.unparse(expression)[:_TEXT] for expression in asserts or ())
     calls = None
     if asserts is not None and (known := _known_calls(asserts, _CallsFound(called, entry_point, parameter))):
         calls, inline = known
     source = "" if inline is not None else _instrumented(code, modules)
-    return CompiledSuite(kind, entry_point, parameter, tuple(sorted(names)), num_asserts, inline, source, calls)
+    return CompiledSuite(kind, entry_point, parameter, tuple(sorted(names)), num_asserts, inline, source, texts, calls)
 
 
 def compiled(suite: TestSuite) -> CompiledSuite:
@@ -328,7 +327,8 @@ class _Instrument(ast.NodeTransformer):
         done = _call("__forebay_ok__", [])
         if self._guarded:
             return [node, done]
-        failed = _call("__forebay_fail__", [ast.Name("__forebay_error__", ast.Load())])
+        text = ast.Constant(ast.unparse(node.test)[:_TEXT])
+        failed = _call("__forebay_fail__", [ast.Name("__forebay_error__", ast.Load()), text])
         handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), "__forebay_error__", [failed])
         return [ast.Try([node], [handler], [done], [])]
 

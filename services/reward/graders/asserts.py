@@ -6,6 +6,7 @@ candidate's code, and their calls are carried to the candidate's process from he
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 from protocol.suites import AssertSuite, CheckSuite, Limits
@@ -54,9 +55,8 @@ class _Run:
     def __init__(self, functions: Functions, plan: CompiledSuite, graded: Graded) -> None:
         self._functions, self._plan, self._graded = functions, plan, graded
         self._num_calls = 0
-        self._at = 0  # index of the assert that is evaluated, and of the next one whose answer has not been read
-        self._unread = 0
         self._replies: list[bytes] = []
+        self._answers: list[Any] = []  # in the assert at hand
         self._finished = False
 
     def raised(self, text: str) -> None:
@@ -93,10 +93,11 @@ class _Run:
         assert plan.inline is not None
         scope = inline_scope(plan, {name: self._proxy(name) for name in plan.names})
         scope[REPLY] = self._reply
-        for test in plan.inline:
+        for test, text in zip(plan.inline, plan.texts, strict=True):
+            self._answers.clear()
             try:
                 passed = bool(eval(test, scope))  # the suite's expression, of allowed nodes and names only
-                graded.add(Verdict.ACCEPTED if passed else Verdict.WRONG_ANSWER)
+                graded.add(*((Verdict.ACCEPTED, "") if passed else (Verdict.WRONG_ANSWER, self._said(text))))
             except values.CandidateRaised as raised:
                 self.raised(str(raised))
             except _SuiteError as error:
@@ -105,7 +106,7 @@ class _Run:
             except (Ended, values.ValueRefused):
                 raise
             except Exception as error:  # the value does not fit the test (len(None)): a failed test
-                graded.add(Verdict.WRONG_ANSWER, f"{type(error).__name__}.")
+                graded.add(Verdict.WRONG_ANSWER, f"{self._said(text)} ({type(error).__name__})")
             if graded.over:
                 return
         self._finished = True
@@ -115,7 +116,15 @@ class _Run:
         while len(self._replies) <= index:
             self._replies.append(self._functions.reply())
             self._num_calls += 1
-        return values.read_reply(self._replies[index], values.Decoder())[0]
+        return self._noted(values.read_reply(self._replies[index], values.Decoder())[0])
+
+    def _noted(self, value: Any) -> Any:
+        self._answers.append(value)
+        return value
+
+    def _said(self, text: str) -> str:
+        """A failed assert, and what the candidate answered in it."""
+        return f"{text}: got {', '.join(reprlib.repr(value) for value in self._answers)}"
 
     def _proxy(self, name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -126,21 +135,7 @@ class _Run:
                 raise _SuiteError(str(error)) from None
             body = self._functions.call(frame)
             self._num_calls += 1
-            return values.read_reply(body, values.Decoder())[0]
-
-        return call
-
-    def _answer(self, _name: str) -> Any:
-        """Stands for the functions where all calls were sent in advance: gives the answer to the call of this assert."""
-
-        def call(*_args: Any, **_kwargs: Any) -> Any:
-            body = b""
-            while self._unread <= self._at:  # an assert that failed before its call has left its answer here
-                if self._plan.calls[self._unread]:
-                    body = self._functions.guest.receive()
-                self._unread += 1
-            self._num_calls += 1
-            return values.read_reply(body, values.Decoder())[0]
+            return self._noted(values.read_reply(body, values.Decoder())[0])
 
         return call
 

@@ -301,7 +301,7 @@ def run_tests() -> int:
         "__name__": "tests",
         **remotes,
         "__forebay_ok__": lambda: write_frame(values.dumps(["test", "ok", ""])),
-        "__forebay_fail__": lambda error: write_frame(values.dumps(["test", *_kind(error)])),
+        "__forebay_fail__": lambda error, text: write_frame(values.dumps(["test", *_kind(error, text)])),
     }
     try:
         exec(compile(job["source"], "<tests>", "exec"), scope)  # the tests, in a sandbox of their own
@@ -314,7 +314,7 @@ def run_tests() -> int:
     return 0
 
 
-def _kind(error: BaseException) -> tuple[str, str]:
+def _kind(error: BaseException, text: str = "") -> tuple[str, str]:
     raised = getattr(error, "forebay_raised", None)
     if raised is not None:
         return "raised", raised
@@ -322,7 +322,8 @@ def _kind(error: BaseException) -> tuple[str, str]:
         return "refused", str(error)
     if isinstance(error, _TestError | NameError | ImportError | MemoryError | RecursionError):
         return "suite", f"{type(error).__name__}: {error}"[:300]
-    return "wrong", "" if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"[:300]
+    said = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+    return "wrong", f"{text}: {said}"[:300] if text and said else text or said[:300]
 
 
 # ---- static measures of a program's text ----
