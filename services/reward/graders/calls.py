@@ -159,6 +159,11 @@ def _frame(entry_point: str, args: Any, kwargs: dict[str, Any], options: list[st
     return values.dumps(["call", entry_point, encoder.encode(tuple(args)), encoder.encode(kwargs), options])
 
 
+def _no_object(_number: int, type_name: str) -> Any:
+    """No candidate could give this back: it would be wrong for ever."""
+    raise values.ValueRefused(f"a {type_name} has no value that can be compared")
+
+
 def _reference_cases(suite: ReferenceSuite, lab: Lab) -> tuple[Case, ...]:
     """Arguments from the generator and values from the reference, out of a sandbox that holds no candidate."""
     source = _GENERATOR.format(reference=suite.reference, generator=suite.generator, entry_point=suite.entry_point)
@@ -170,7 +175,7 @@ def _reference_cases(suite: ReferenceSuite, lab: Lab) -> tuple[Case, ...]:
         for index in range(suite.num_cases):
             try:
                 reply = functions.call(_frame("case", [suite.seed * 1_000_003 + index], {}, []))
-                args, expected = values.read_reply(reply, values.Decoder())[0]
+                args, expected = values.read_reply(reply, values.Decoder(_no_object))[0]
                 made.append(Case(_frame(suite.entry_point, args, {}, []), expected))
             except values.CandidateRaised as raised:
                 raise Refused(f"The suite's reference or generator failed in case {index + 1}: {raised}.") from None

@@ -40,6 +40,7 @@ import subprocess
 import tempfile
 import time
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -79,8 +80,18 @@ _BUILT_IN = frozenset(
 )
 _IMPORT = re.compile(r"^[ \t]*(?:import[ \t]+([\w., \t]+)|from[ \t]+(\w+))", re.MULTILINE)
 
-_WORKER = Path(__file__).with_name("worker.py")
+_SOURCES = ("worker", "linux", "root", "guest", "values", "readability")
+_COMPILE = """
+import marshal, sys
+codes = {}
+for path in sys.argv[1:]:
+    with open(path, encoding='utf-8') as file:
+        codes[path.rpartition('/')[2].removesuffix('.py')] = compile(file.read(), path, 'exec', dont_inherit=True)
+sys.stdout.buffer.write(marshal.dumps(codes))
+"""
+_BOOT = "import marshal; codes = marshal.load(open({fd}, 'rb')); exec(codes.pop('worker'))"
 _ENVIRONMENT = {
+    "MALLOC_ARENA_MAX": "1",  # else each thread reserves 64 MiB or more, and 16 of them find no room within a limit of 512 MiB
     "LD_BIND_NOW": "1",  # every guest would otherwise look up the same symbols again
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",  # the sandbox's
@@ -401,23 +412,33 @@ class Worker:
         self.num_runs = 0
         self._box = tempfile.mkdtemp(prefix="forebay-box-") if level != "namespaces" else None
         self._process: subprocess.Popen[bytes] | None = None
-        self._streams: list[int] = []
+        self._streams: list[int] = []  # our ends and its: its code, its stdin, its outputs
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
                 parts = filters().parts(level) if level != "none" else (b"-",) * 5
-                where = [str(_WORKER), level, str(theirs.fileno()), self._box or "-", FLAVOURS[flavour]]
-                command = [python, "-S", "-s", "-B", *where, ":".join(paths), " ".join(programs)]
+                where = [
+                    level,
+                    str(theirs.fileno()),
+                    self._box or "-",
+                    FLAVOURS[flavour],
+                    ":".join(paths),
+                    " ".join(programs),
+                ]
+                self._streams.append(os.memfd_create("worker"))
+                os.write(self._streams[0], _compiled(python))
+                os.lseek(self._streams[0], 0, os.SEEK_SET)
+                boot = _BOOT.format(fd=self._streams[0])
                 # Pipes, as a guest will have: its stream objects are made when the worker starts, and take over other descriptors.
-                self._streams = [*os.pipe2(os.O_CLOEXEC), *os.pipe2(os.O_CLOEXEC)]
+                self._streams += [*os.pipe2(os.O_CLOEXEC), *os.pipe2(os.O_CLOEXEC)]
                 self._process = subprocess.Popen(
-                    command,
-                    stdin=self._streams[0],
-                    stdout=self._streams[3],
-                    stderr=self._streams[3],
+                    [python, "-S", "-s", "-B", "-c", boot, *where],
+                    stdin=self._streams[1],
+                    stdout=self._streams[4],
+                    stderr=self._streams[4],
                     env=_ENVIRONMENT,
                     cwd="/",
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[theirs.fileno(), self._streams[0]],
                     start_new_session=True,  # a Ctrl-C at the terminal is for the judge
                 )
             for part in parts:
@@ -492,11 +513,11 @@ class Worker:
 
     def _last_words(self) -> str:
         """The last line that a worker printed which did not start."""
-        if not self._streams:
+        if len(self._streams) < 5:
             return ""
-        os.set_blocking(self._streams[2], False)
+        os.set_blocking(self._streams[3], False)
         with contextlib.suppress(OSError):
-            lines = os.read(self._streams[2], _PIPE_BYTES).decode("utf-8", "replace").strip().splitlines()
+            lines = os.read(self._streams[3], _PIPE_BYTES).decode("utf-8", "replace").strip().splitlines()
             return f" ({lines[-1][:300]})" if lines else ""
         return ""
 
@@ -515,6 +536,22 @@ class Worker:
                 self._process.wait()
         if self._box is not None:  # a folder of the host, which a killed worker could not remove
             shutil.rmtree(self._box, ignore_errors=True)
+
+
+@cache
+def _compiled(python: str) -> bytes:
+    """The sources of a worker as code objects of this interpreter, marshalled; they are read by workers only.
+
+    Raises:
+        OSError: the interpreter can't be run.
+    """
+    paths = [str(Path(__file__).with_name(f"{name}.py")) for name in _SOURCES]
+    done = subprocess.run(
+        [python, "-S", "-s", "-B", "-c", _COMPILE, *paths], capture_output=True, env=_ENVIRONMENT, cwd="/"
+    )
+    if done.returncode or not done.stdout:
+        raise OSError(f"{python} can't compile the worker: {done.stderr.decode('utf-8', 'replace').strip()[-300:]}")
+    return done.stdout
 
 
 def start_worker(python: str, levels: tuple[Level, ...], flavour: str = "plain") -> Worker:

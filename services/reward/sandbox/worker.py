@@ -1,6 +1,7 @@
-"""The worker: a clean interpreter that isolates itself once and then forks one guest per run. Run by path, never imported.
+"""The worker: a clean interpreter that isolates itself once and then forks one guest per run. Never imported.
 
-``python -S -s -B worker.py LEVEL FD BOX MODULES PATHS PROGRAMS``. FD is a SOCK_SEQPACKET socket to the judge; BOX the guests' folder (of
+``python -S -s -B -c BOOT LEVEL FD BOX MODULES PATHS PROGRAMS``. BOOT (in ``host.py``) reads this file and those beside it as code objects, made
+by another process of the same interpreter: what a compiler leaves behind in memory would be copied for every guest. FD is a SOCK_SEQPACKET socket to the judge; BOX the guests' folder (of
 the host, at level ``landlock`` and ``none``); MODULES are imported here, so that guests have them for nothing; PATHS (with colons) are
 readable besides the interpreter's own; PROGRAMS (with blanks) may be executed by guests that are programs themselves.
 
@@ -23,7 +24,6 @@ import select
 import sys
 import time
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
 _KIB, _MIB = 1 << 10, 1 << 20
 _FIRST_FREE = 5  # guests have 0 to 4 at most
 _POLL_S = 0.05  # how often the processes of a guest that may have several are counted
@@ -37,9 +37,7 @@ def _load(name: str) -> object:
     """One of the files beside this one, as the module ``forebay_NAME``."""
     module = type(sys)(f"forebay_{name}")
     sys.modules[module.__name__] = module
-    path = os.path.join(_HERE, f"{name}.py")
-    with open(path, encoding="utf-8") as file:
-        exec(compile(file.read(), path, "exec", dont_inherit=True), module.__dict__)  # our own source
+    exec(globals()["codes"].pop(name), module.__dict__)  # our own source, see above
     return module
 
 
@@ -414,6 +412,7 @@ def main() -> None:
         has_landlock = worker.confine(readable, executables.split())
         control.send(f"ready {int(has_landlock)} {int(proc >= 0)}".encode())
         gc.collect()
+        linux.trim_heap()
         gc.freeze()
         worker.serve()
     except (OSError, KeyError) as error:
@@ -475,7 +474,7 @@ def _write_oom_score() -> None:
         pass
 
 
-sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != _HERE]
+sys.path[:] = [path for path in sys.path if path]
 linux = _load("linux")
 root = _load("root")
 if len(sys.argv[4]) > 1:  # there will be functions to serve, not only programs without imports
