@@ -277,6 +277,9 @@ class Worker:
         """In the fork: limits, privileges, filters, descriptors; then the guest's own part. Never returns."""
         code = guest.EXIT_FAILED
         try:
+            _signal.signal(_signal.SIGINT, _signal.default_int_handler)  # as a program finds them
+            _signal.signal(_signal.SIGTERM, _signal.SIG_DFL)
+            _signal.signal(_signal.SIGHUP, _signal.SIG_DFL)
             if self.level != "namespaces":
                 os.setpgid(
                     0, 0
@@ -424,6 +427,8 @@ def main() -> None:
         if level != "namespaces":
             try:
                 root.wipe(box)
+                os.chdir("/")
+                os.rmdir(box)
             except OSError:  # the judge removes what is left
                 pass
 
