@@ -152,7 +152,7 @@ class Figures:
         ratios = Figures()
         for ours_value, theirs_value in pairs:
             ratios.add("", ours_value / theirs_value)
-        return ratios.text("", 1)
+        return ratios.text("", 2)
 
 
 def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -171,6 +171,24 @@ def must_accept(results: Sequence[JudgeResult]) -> None:
 
 # ---- a: executions ----
 
+_FORKS = """
+import os, time
+started = time.perf_counter()
+for _ in range(1000):
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+print(1000 / (time.perf_counter() - started))
+"""
+
+
+def forks_a_second() -> float:
+    """What this machine gives at most: forks of a bare interpreter that do nothing, as many at a time as there are cores."""
+    command = [RewardConfig().interpreter, "-I", "-S", "-c", _FORKS]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(CORES)]
+    return sum(float(process.communicate()[0]) for process in running)
+
 
 def section_a(size: Size) -> None:
     """Trivial programs through the pool."""
@@ -187,6 +205,7 @@ def section_a(size: Size) -> None:
             figures.add("rate", rate)
             figures.quantiles_ms("full, in worker", [result.wall_s for result in results])
             figures.add("cpu", 1000 * statistics.median(result.cpu_s for result in results))
+            figures.add("forks", forks_a_second())
         isolation = pool.isolation
     table(
         f"a  trivial programs on standard input and output, distinct sources, isolation {isolation}",
@@ -203,6 +222,8 @@ def section_a(size: Size) -> None:
                 for which in ("median", "p95")
             ),
             ["all at once: CPU time of the program, median", figures.text("cpu", 2), "ms"],
+            [f"for comparison: python forks that do nothing, {CORES} at a time", figures.text("forks"), "1/s"],
+            ["executions / such forks", figures.ratio("rate", "forks"), ""],
         ],
     )
 

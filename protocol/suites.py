@@ -1,7 +1,7 @@
 """Test suites: how one completion is judged. The public format; ``services/reward/README.md`` documents it for users.
 
 A suite is one of the models below, told apart by ``kind``. Every suite has a language, limits, and options; what the candidate gets to
-see of it are the inputs of its tests, one at a time, and never an expected value.
+see of it are the inputs of its tests, and never an expected value.
 """
 
 from __future__ import annotations

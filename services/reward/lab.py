@@ -63,7 +63,7 @@ for path in ('/etc/passwd', '/proc/1/environ', '/proc/self/status', '/root', '/h
     except OSError:
         pass
 try:
-    os.fork()
+    os.fork() or os._exit(0)
     print('forked')
 except OSError:
     pass
@@ -366,6 +366,7 @@ class Functions:
         self.raised: str | None = None
         self.artifact = artifact
         self.compiled = bool(artifact)
+        self._sent_ahead = calls is not None
         self.loaded = False
         source = (
             parts(b"code", artifact, b"") if artifact else parts(b"source", _encoded(code), b"keep" if keep else b"")
@@ -407,6 +408,10 @@ class Functions:
             Ended: the process ended or was stopped before it answered.
         """
         return self.guest.exchange(frame)
+
+    def answer(self, frame: bytes) -> bytes:
+        """The encoded reply to the next call, which is sent now unless all were sent before. Raises as ``call`` does."""
+        return self.reply() if self._sent_ahead else self.call(frame)
 
     def reply(self) -> bytes:
         """The encoded reply to the next of ``calls``. Raises as ``call`` does."""

@@ -254,3 +254,26 @@ def test_names_that_the_tests_do_not_define_are_the_candidates() -> None:
 def test_suites_that_test_nothing_or_do_not_parse_are_refused(kind: str, code: str) -> None:
     with pytest.raises(ValueError, match=r"tests|check|suite"):
         compile_suite(kind, "f", code)
+
+
+@pytest.mark.parametrize(
+    ("code", "ahead"),
+    [
+        ("assert f(1, 2) == 3\nassert f(3, 4) == 7", True),
+        ("assert f([3, 1, 2]) == 6\nassert f(x='ab') is None", True),
+        ("assert f('abc') == 'cba'\nassert f('cba') == 'abc'", False),
+        ("assert f([1, 2]) == [3, 4]\nassert f([3, 4]) == [1, 2]", False),
+        ("assert f(1)['key'] == (10, 20)\nassert f((10, 20)) == 1", False),
+        ("assert f(3) == 123456\nassert f(123456) == 3", False),
+        ("assert f(3) == 8\nassert g(8) == 3", False),
+        ("assert f(f(1)) == 1", False),
+        ("assert f(1) or f(2)", False),
+        ("assert 1 < f(1) < f(2)", False),
+        ("assert (f(1) if f(2) else 0) == 0", False),
+        ("assert (f(1) == 1) and True", True),
+    ],
+)
+def test_calls_are_sent_ahead_only_where_no_argument_tells_an_answer(code, ahead):
+    plan = compile_suite("asserts", "f", code)
+    assert plan.inline is not None
+    assert (plan.calls is not None) is ahead

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import copy
 import math
 import symtable
@@ -113,8 +114,9 @@ def compile_suite(kind: str, entry_point: str, code: str) -> CompiledSuite:
     parameter = check.args.args[0].arg if check else entry_point
     texts = tuple(ast.unparse(expression)[:_TEXT] for expression in asserts or ())
     calls = None
-    if asserts is not None and (known := _known_calls(asserts, _CallsFound(called, entry_point, parameter))):
-        calls, inline = known
+    if asserts is not None and len(names) == 1:  # one function's inputs could be another's outputs
+        known = _known_calls(asserts, _CallsFound(called, entry_point, parameter))
+        calls, inline = known or (None, inline)
     source = "" if inline is not None else _instrumented(code, modules)
     return CompiledSuite(kind, entry_point, parameter, tuple(sorted(names)), num_asserts, inline, source, texts, calls)
 
@@ -240,14 +242,15 @@ class _CallsFound(ast.NodeTransformer):
     """
 
     def __init__(self, called: set[str], entry_point: str, parameter: str) -> None:
-        self._called = called
+        self.called = called
         self._names = {parameter: entry_point}
         self._scope = {"__builtins__": {}, "math": _Math, "isclose": math.isclose, **_PURE}
         self._sometimes = 0
         self.calls: list[bytes] = []
+        self.arguments: list[Any] = []  # of all calls, as JSON trees
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        if not isinstance(node.func, ast.Name) or node.func.id not in self._called:
+        if not isinstance(node.func, ast.Name) or node.func.id not in self.called:
             return self.generic_visit(node)
         if self._sometimes or any(keyword.arg is None for keyword in node.keywords):
             raise _NotKnown
@@ -255,11 +258,12 @@ class _CallsFound(ast.NodeTransformer):
         kwargs = {str(keyword.arg): self._value(keyword.value) for keyword in node.keywords}
         name = self._names.get(node.func.id, node.func.id)
         encoder = values.Encoder()
+        self.arguments += [encoder.encode(value) for value in (*args, *kwargs.values())]
         self.calls.append(values.dumps(["call", name, encoder.encode(args), encoder.encode(kwargs), []]))
         return ast.Call(ast.Name(REPLY, ast.Load()), [ast.Constant(len(self.calls) - 1)], [])
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        if node.id in self._called:  # the function itself, as a value
+        if node.id in self.called:  # the function itself, as a value
             raise _NotKnown
         return node
 
@@ -281,9 +285,22 @@ class _CallsFound(ast.NodeTransformer):
         return visited
 
     def _value(self, node: ast.expr) -> Any:
-        if _names_in(node) & self._called:
+        if _names_in(node) & self.called:
             raise _NotKnown
         return eval(_code(node), dict(self._scope))  # the suite's expression, of allowed nodes and names only
+
+
+def _literals(node: ast.AST, finder: _CallsFound) -> list[Any]:
+    """The literals outside the candidate's arguments, as JSON trees; those within others too."""
+    found: list[Any] = []
+    if isinstance(node, ast.expr):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in finder.called:
+            return found
+        with contextlib.suppress(ValueError, TypeError, SyntaxError, values.ValueRefused):
+            found.append(values.Encoder().encode(ast.literal_eval(node)))
+    for child in ast.iter_child_nodes(node):
+        found += _literals(child, finder)
+    return found
 
 
 class _NotKnown(Exception):
@@ -296,9 +313,12 @@ def _known_calls(
     """The calls of all asserts, encoded, and the asserts over their replies; ``None`` where they depend on one another."""
     try:
         tests = tuple(_code(finder.visit(copy.deepcopy(expression))) for expression in asserts)
+        expected = [tree for expression in asserts for tree in _literals(expression, finder)]
     except Exception:  # whatever it is, it comes again, with its own name, when the asserts are evaluated one by one
         return None
-    return (tuple(finder.calls), tests) if finder.calls else None
+    if not finder.calls or values.shows_any(finder.arguments, expected):
+        return None
+    return tuple(finder.calls), tests
 
 
 # --- remote ---

@@ -6,6 +6,7 @@ The candidate's process gets arguments and sends values; they are decoded and co
 from __future__ import annotations
 
 import ast
+import contextlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,7 @@ class Case:
 
     frame: bytes
     expected: Any
+    arguments: tuple[Any, ...] = ()  # JSON trees
 
 
 class Cases:
@@ -66,8 +68,9 @@ def grade_calls(
     """Call by call, each in a process of its own or all in one."""
     as_json = isinstance(suite, CallSuite) and suite.values == "json"
     artifact = b""
+    at_once = suite.fresh_process or not _shows(cases)
     for group in [(case,) for case in cases] if suite.fresh_process else [cases]:
-        frames = [case.frame for case in group]
+        frames = [case.frame for case in group] if at_once else None
         functions = lab.functions(code, suite.limits, artifact=artifact, keep=len(group) < len(cases), calls=frames)
         found: list[tuple[Verdict, str]] = []
         try:
@@ -92,6 +95,15 @@ def grade_calls(
         graded.add(*found[-1], report=report)
         if graded.over:
             return
+
+
+def _shows(cases: tuple[Case, ...]) -> bool:
+    """Whether a process that gets all calls at once could read an expected value in a later one."""
+    expected = []
+    for case in cases:
+        with contextlib.suppress(values.ValueRefused):
+            expected.append(values.Encoder().encode(case.expected))
+    return values.shows_any([tree for case in cases for tree in case.arguments], expected)
 
 
 def _not_compiled(functions: Functions, report: Report, limits: Limits, graded: Graded) -> bool:
@@ -121,7 +133,7 @@ def _answer(functions: Functions, case: Case, compare: Compare, as_json: bool) -
     if not functions.loaded:
         raise Ended
     try:
-        value, _ = values.read_reply(functions.reply(), values.Decoder())
+        value, _ = values.read_reply(functions.answer(case.frame), values.Decoder())
     except values.CandidateRaised as raised:
         return _raised(str(raised))
     except values.ValueRefused as error:
@@ -144,7 +156,7 @@ def _call_cases(suite: CallSuite) -> tuple[Case, ...]:
                 args, kwargs, expected = (_literal(part) for part in (args, kwargs, expected))
             if not isinstance(args, list | tuple) or not isinstance(kwargs, dict):
                 raise ValueError("args must be a list and kwargs an object")
-            made.append(Case(_frame(suite.entry_point, args, kwargs, options), expected))
+            made.append(_case(suite.entry_point, args, kwargs, options, expected))
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
             raise Refused(f"Case {number} of the suite can't be used: {error}.") from None
     return tuple(made)
@@ -152,6 +164,12 @@ def _call_cases(suite: CallSuite) -> tuple[Case, ...]:
 
 def _literal(part: Any) -> Any:
     return ast.literal_eval(part) if isinstance(part, str) else part
+
+
+def _case(entry_point: str, args: Any, kwargs: dict[str, Any], options: list[str], expected: Any) -> Case:
+    encoder = values.Encoder()
+    trees = tuple(encoder.encode(value) for value in (*args, *kwargs.values()))
+    return Case(_frame(entry_point, args, kwargs, options), expected, trees)
 
 
 def _frame(entry_point: str, args: Any, kwargs: dict[str, Any], options: list[str]) -> bytes:
@@ -176,7 +194,7 @@ def _reference_cases(suite: ReferenceSuite, lab: Lab) -> tuple[Case, ...]:
             try:
                 reply = functions.call(_frame("case", [suite.seed * 1_000_003 + index], {}, []))
                 args, expected = values.read_reply(reply, values.Decoder(_no_object))[0]
-                made.append(Case(_frame(suite.entry_point, args, {}, []), expected))
+                made.append(_case(suite.entry_point, args, {}, [], expected))
             except values.CandidateRaised as raised:
                 raise Refused(f"The suite's reference or generator failed in case {index + 1}: {raised}.") from None
             except (Ended, values.ValueRefused, TypeError, ValueError) as error:

@@ -8,6 +8,7 @@ named after the process that made them, so that what a killed one left behind is
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ _NODE = "forebay-node"  # version 2: where the processes go that were in the del
 _WORKERS_OWN_BYTES = 48 << 20  # of a worker and its fork, besides what a program may use
 _TASKS = 160  # threads and processes of one worker
 _MIB = 1 << 20
+_NUMBERS = itertools.count()  # of the groups that this process makes
 
 
 class WorkerGroups:
@@ -30,7 +32,6 @@ class WorkerGroups:
         self._of: dict[int, dict[str, Path]] = {}  # by the worker's pid
         self._limits: dict[int, int] = {}
         self._num_oom_kills: dict[int, int] = {}
-        self._num_made = 0
 
     @classmethod
     def find(cls, proc: Path = Path("/proc/self")) -> WorkerGroups:
@@ -46,8 +47,7 @@ class WorkerGroups:
         """Put a worker and all that it will fork into a group of its own; whether there is one."""
         if not self._roots:
             return False
-        name = f"{_PREFIX}{os.getpid()}-{self._num_made}"
-        self._num_made += 1
+        name = f"{_PREFIX}{os.getpid()}-{next(_NUMBERS)}"
         groups = {controller: root / name for controller, root in self._roots.items()}
         try:
             for group in set(groups.values()):

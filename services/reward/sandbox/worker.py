@@ -29,6 +29,7 @@ _FIRST_FREE = 5  # guests have 0 to 4 at most
 _POLL_S = 0.05  # how often the processes of a guest that may have several are counted
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = resource.getpagesize()
+_THREADS = 20  # of a guest that may have several processes
 _STACK_BYTES = 64 << 20  # the default of a suite
 _WARM_UPS = 20  # runs of the guest's code before the first fork: what the interpreter caches then need not be copied by each guest
 
@@ -215,11 +216,11 @@ class Worker:
             count += 1
             cpu_s += sum(int(ticks) for ticks in after[11:15]) / _TICKS  # utime stime cutime cstime, proc(5)
             resident += (int(memory[1]) - int(memory[2])) * _PAGE  # without the pages of files and shared memory
+        if count > order.processes:
+            return "processes"
         if cpu_s > order.cpu_s:
             return "cpu"
-        if resident > order.memory_bytes:
-            return "memory"
-        return "processes" if count > order.processes else ""
+        return "memory" if resident > order.memory_bytes else ""
 
     def _wait_for_cpu_s(self, pid: int) -> float:
         """How long the guest's main thread was ready to run and had no CPU (proc(5), schedstat)."""
@@ -281,9 +282,8 @@ class Worker:
             _signal.signal(_signal.SIGTERM, _signal.SIG_DFL)
             _signal.signal(_signal.SIGHUP, _signal.SIG_DFL)
             if self.level != "namespaces":
-                os.setpgid(
-                    0, 0
-                )  # not a session: that would be a scheduler group (sched(7), autogroup), late on a busy node
+                # Not a session: that would be a scheduler group (sched(7), autogroup), late on a busy node.
+                os.setpgid(0, 0)
             self._limit(order)
             if self.level == "landlock":
                 linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
@@ -312,6 +312,9 @@ class Worker:
         if order.memory_limit == resource.RLIMIT_DATA:
             memory += 16 * order.stack_bytes  # a stack for each thread that node makes counts, used or not
         resource.setrlimit(order.memory_limit, (memory, memory))
+        if order.processes > 1 and self.level == "namespaces":
+            most = _THREADS + order.processes  # this worker and threads count too; processes are counted from outside
+            resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
         if order.stack_bytes != _STACK_BYTES:
             _limit(resource.RLIMIT_STACK, order.stack_bytes)
 
