@@ -24,29 +24,32 @@ from services.reward.config import RewardConfig
 from services.reward.judge import Judge
 
 _FLUSH_S = 0.005  # answers are held back for no longer than this, so that quick ones travel together
-_KEPT_SUITES = 2048
+_KEPT_BYTES = 256 << 20  # of suites
 
 T = TypeVar("T")
 
 
 class RecentlyUsed(Generic[T]):
-    """The suites that a judge process holds. The pool keeps one too, of names, and so knows what the process has: both see the
-    same uses in the same order."""
+    """The suites that a judge process holds, bounded by the size of their JSON. The pool keeps one too, of names, and so knows what the
+    process has: both see the same uses in the same order."""
 
-    def __init__(self) -> None:
-        self._items: OrderedDict[str, T] = OrderedDict()
+    def __init__(self, max_bytes: int = _KEPT_BYTES) -> None:
+        self._items: OrderedDict[str, tuple[T, int]] = OrderedDict()
+        self._max_bytes, self._bytes = max_bytes, 0
 
     def get(self, name: str) -> T | None:
         """What is kept under ``name``, which then counts as just used."""
-        if name in self._items:
-            self._items.move_to_end(name)
-        return self._items.get(name)
+        if name not in self._items:
+            return None
+        self._items.move_to_end(name)
+        return self._items[name][0]
 
-    def put(self, name: str, item: T) -> None:
-        """Keep ``item``, and forget what was used longest ago."""
-        self._items[name] = item
-        if len(self._items) > _KEPT_SUITES:
-            self._items.popitem(last=False)
+    def put(self, name: str, item: T, size: int) -> None:
+        """Keep ``item`` of ``size`` bytes, and forget what was used longest ago; never ``item`` itself."""
+        self._items[name] = item, size
+        self._bytes += size
+        while self._bytes > self._max_bytes and len(self._items) > 1:
+            self._bytes -= self._items.popitem(last=False)[1][1]
 
 
 def main() -> int:
@@ -71,7 +74,8 @@ def main() -> int:
             flushed_s = time.monotonic()
             for request in json.loads(link.recv_bytes()):
                 if request["definition"] is not None:
-                    suites.put(request["suite"], parse_suite(request["definition"]))
+                    definition = request["definition"]
+                    suites.put(request["suite"], parse_suite(definition), len(definition))
                 suite = suites.get(request["suite"])
                 assert suite is not None, "the pool sends each suite once"
                 answers.append(judge.judge_code(request["code"], suite).model_dump_json().encode())

@@ -264,12 +264,10 @@ class _Server(threading.Thread):
         requests, patience_s = [], _PATIENCE_S
         for job in batch:
             name = job.suite.content_hash
-            known = self._known.get(name)
-            requests.append(
-                {"code": job.code, "suite": name, "definition": None if known else job.suite.to_json().decode()}
-            )
-            if not known:
-                self._known.put(name, True)
+            definition = None if self._known.get(name) else job.suite.to_json().decode()
+            if definition is not None:
+                self._known.put(name, True, len(definition))
+            requests.append({"code": job.code, "suite": name, "definition": definition})
             patience_s += _longest_s(job.suite)
         self._link.send_bytes(json.dumps(requests).encode())
         answered = 0

@@ -19,7 +19,7 @@ from services.reward.lab import Functions, Lab, Refused, limit_verdict
 from services.reward.sandbox import values
 from services.reward.sandbox.host import Ended, Report
 
-_KEPT = 512  # suites whose cases are kept ready
+_KEPT_BYTES = 64 << 20  # of prepared calls
 _GENERATOR_LIMITS = Limits(cpu_s=60, wall_s=300, memory_mib=1024)
 _GENERATOR = """
 import copy, random
@@ -45,10 +45,11 @@ class Case:
 
 
 class Cases:
-    """Prepared cases of the last suites, by content hash."""
+    """Prepared cases of the last suites, by content hash; bounded by the size of their calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = _KEPT_BYTES) -> None:
         self._kept: OrderedDict[str, tuple[Case, ...]] = OrderedDict()
+        self._max_bytes, self._bytes = max_bytes, 0
 
     def of(self, suite: CallSuite | ReferenceSuite, lab: Lab) -> tuple[Case, ...]:
         """Raises ``Refused`` where the suite can't be prepared."""
@@ -56,10 +57,15 @@ class Cases:
         if cases is None:
             cases = _call_cases(suite) if isinstance(suite, CallSuite) else _reference_cases(suite, lab)
             self._kept[suite.content_hash] = cases
-            if len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
+            self._bytes += _size(cases)
+            while self._bytes > self._max_bytes and len(self._kept) > 1:
+                self._bytes -= _size(self._kept.popitem(last=False)[1])
         self._kept.move_to_end(suite.content_hash)
         return cases
+
+
+def _size(cases: tuple[Case, ...]) -> int:
+    return sum(len(case.frame) for case in cases)
 
 
 def grade_calls(
