@@ -64,6 +64,5 @@ class JudgeResult(BaseModel):
     trust: Literal["full", "low"] = "full"  # low: the tests had to run in the candidate's own process
     queue_s: float = 0.0
     judge: str = ""  # version of the judge
-    repeatable: bool = (
-        False  # the same again would come out the same: may be kept; an infra_error is not worth another try
-    )
+    # The same again would come out the same on this node: a verdict may be kept, and an infra_error is for another node to try.
+    repeatable: bool = False

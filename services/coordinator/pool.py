@@ -198,7 +198,7 @@ class Pool:
         if result.verdict is Verdict.INFRA_ERROR or result.reward is None:
             sample.score_attempts += 1
             sample.avoid_nodes.add(node_id)
-            if sample.score_attempts < self._config.score_attempts and not result.repeatable:
+            if sample.score_attempts < self._config.score_attempts:
                 return True
             sample.lost = True
             self._record("sample_lost", group_id, sample_index)

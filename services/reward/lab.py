@@ -282,7 +282,6 @@ class Lab:
         worker = self.worker("native")
         limits = toolchain.compile_limits
         self._groups.limit(worker, limits)
-        self._groups.limit(worker, limits)
         guest = worker.run(Order("compile", "compile", limits, reserves_memory=True))
         try:
             guest.send(toolchain.compile_frame(code))
@@ -292,8 +291,9 @@ class Lab:
         if report.artifact < 0 or report.exit_code or report.signal or report.killed:
             if report.artifact >= 0:
                 os.close(report.artifact)
-            why = f"The compiler passed its {report.killed} limit." if report.killed else ""
-            return -1, why or guest.stderr.decode("utf-8", "replace")[
+            if report.killed:
+                return -1, f"The compiler passed its {report.killed} limit."
+            return -1, guest.stderr.decode("utf-8", "replace")[
                 :2000
             ] or f"The compiler failed (signal {report.signal})."
         descriptor, size = _sealed_copy(report.artifact)
