@@ -15,6 +15,7 @@ from protocol.suites import TestSuite, parse_suite
 from protocol.verdicts import JudgeResult, Verdict
 from services.reward.config import RewardConfig
 from services.reward.judge import Judge
+from services.reward.languages import Toolchains
 from services.reward.sandbox.host import flavour_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,6 +75,13 @@ _JS_HONEST = "const t = require('fs').readFileSync(0, 'utf8').split(' ');\nconso
 HONEST_NATIVE = {"cpp": _CPP_HONEST, "javascript": _JS_HONEST}
 
 
+def needs_toolchain(language: str) -> None:
+    """Skip the test where the language can't be judged; in CI that is a failure."""
+    if language in ("cpp", "javascript") and Toolchains().get(language) is None:
+        reason = f"no toolchain for {language}: {Toolchains.wanted(language)} is not installed"
+        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+
+
 def suite_of(kind: str, **more: Any) -> TestSuite:
     """ "Add two numbers" as a suite of this kind, under small limits; ``more`` are fields, and ``limits`` are merged."""
     limits = LIMITS | more.pop("limits", {})
@@ -86,6 +94,7 @@ def program_of(kind: str, code: str) -> str:
 
 
 def fenced(code: str, language: str = "python") -> str:
+    needs_toolchain({"py": "python", "js": "javascript", "c++": "cpp"}.get(language, language))
     return f"````{language}\n{code}\n````"
 
 
