@@ -16,7 +16,7 @@ ROLES = ("coordinator", "rollout", "reward", "learner")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """The whole command line. Long, because it is a list: one command after the other."""
     top = argparse.ArgumentParser(
         prog="forebay", description="Asynchronous GRPO training of code-writing language models."
     )

@@ -15,12 +15,10 @@ class RewardWeights(StrictModel):
     """Weights of the parts of a reward. The reward is the weighted mean of the parts that a suite has, so it lies in [0, 1]."""
 
     correctness: float = Field(default=1.0, gt=0, le=1)
-    readability: float = Field(
-        default=0.0, ge=0, le=1
-    )  # counts in the measure of correctness: wrong code earns nothing by it
-    efficiency: float = Field(
-        default=0.0, ge=0, le=1
-    )  # of accepted programs whose suite has a ``solution`` to measure by
+    # Counts in the measure of correctness: wrong code earns nothing by it. Python only.
+    readability: float = Field(default=0.0, ge=0, le=1)
+    # Of accepted programs whose suite has a ``solution`` to measure by.
+    efficiency: float = Field(default=0.0, ge=0, le=1)
 
 
 class RewardConfig(StrictModel):

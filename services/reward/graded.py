@@ -26,10 +26,12 @@ class Graded:
     wall_s: float = 0.0
     memory_mib: float = 0.0
     runtime_is_deterministic: bool = True  # a runtime_error that came by an exception, not by a signal
+    _num_time_limits: int = 0
 
     def add(self, verdict: Verdict, message: str = "", *, score: float = 0.0, report: Report | None = None) -> None:
         """One more test, with the report of its run if it had one of its own."""
         score = 1.0 if verdict is Verdict.ACCEPTED else score
+        self._num_time_limits += verdict is Verdict.TIME_LIMIT
         message = message.encode("utf-8", "backslashreplace").decode("utf-8")[:500]
         if report is None:
             self.tests.append(TestResult(verdict=verdict, score=score, message=message))
@@ -62,7 +64,7 @@ class Graded:
         last = self.tests[-1].verdict if self.tests else Verdict.ACCEPTED
         if self.stop_early and last is not Verdict.ACCEPTED:
             return True
-        return sum(test.verdict is Verdict.TIME_LIMIT for test in self.tests[-100:]) >= MAX_TIME_LIMITS
+        return self._num_time_limits >= MAX_TIME_LIMITS
 
     def fail(self, verdict: Verdict, message: str) -> None:
         """The whole fails: nothing (more) can be tested."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from importlib.metadata import entry_points, version
-from typing import Any
+from typing import Any, Literal
 
 import structlog
 
@@ -55,9 +55,7 @@ class Judge:
         self.config = config
         self.lab = Lab(config, levels)
         self._cases = Cases()
-        self._solutions: dict[
-            str, tuple[float, float]
-        ] = {}  # CPU seconds of a suite's solution, and when that was measured
+        self._solutions: dict[str, tuple[float, float]] = {}  # CPU time of a suite's solution (s), and when measured
         self._version = f"forebay {version('forebay')}"
 
     @property
@@ -107,7 +105,7 @@ class Judge:
     def _stamped(self, result: JudgeResult) -> JudgeResult:
         return result.model_copy(update={"isolation": self.lab.isolation, "judge": self._version})
 
-    def _mode(self, suite: TestSuite) -> str:
+    def _mode(self, suite: TestSuite) -> Literal["all", "fraction"]:
         return suite.correctness or self.config.correctness
 
     def _grade(self, code: str, suite: TestSuite, *, stop_early: bool) -> Graded:
@@ -163,9 +161,8 @@ class Judge:
     # ---- parts of the reward ----
 
     def _parts(self, code: str, suite: TestSuite, graded: Graded, verdict: Verdict) -> dict[str, float]:
-        mode = "all" if self._mode(suite) == "all" else "fraction"
         scores = [] if graded.verdict else [test.score for test in graded.tests]
-        parts = {"correctness": rewards.correctness(scores, max(graded.total, len(scores)), mode)}
+        parts = {"correctness": rewards.correctness(scores, max(graded.total, len(scores)), self._mode(suite))}
         if verdict is Verdict.ACCEPTED:
             parts["correctness"] = 1.0
         weights = self.config.weights
@@ -186,8 +183,8 @@ class Judge:
             solution = extract_code(suite.solution, getattr(suite, "entry_point", ""), suite.language) or suite.solution
             measured = min(self._cpu_s(solution, suite) for _ in range(_MEASUREMENTS))
             self._solutions[suite.content_hash] = (measured, now)
-        runs_of_processes = graded.total if suite.kind not in ("asserts", "check") else 1
-        return rewards.efficiency(min(runs), measured, self._baseline_s() * runs_of_processes)
+        one_process = suite.kind in ("asserts", "check") or not getattr(suite, "fresh_process", True)
+        return rewards.efficiency(min(runs), measured, self._baseline_s() * (1 if one_process else graded.total))
 
     def _cpu_s(self, code: str, suite: TestSuite) -> float:
         """Of one pass in fresh processes; infinite where it does not pass."""

@@ -1,4 +1,4 @@
-"""One judge in a process of its own: ``python -m services.reward.judge_process FD CONFIG``, started by ``pool.py`` and ended with it.
+"""One judge in a process of its own: ``python -m services.reward.judge_process FD CONFIG LEVELS``, started by ``pool.py`` and ended with it.
 
 Over FD (a socket) come batches of requests, JSON ``[{"code", "suite", "definition"}, ...]``, where ``suite`` is the suite's content hash
 and ``definition`` the suite itself the first time. Each is answered by one or more lists of results, in order. The first message
@@ -8,7 +8,6 @@ out is ``{"isolation"}`` or ``{"error"}``.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
@@ -55,9 +54,6 @@ class RecentlyUsed(Generic[T]):
 def main() -> int:
     """Judge until the pool goes away: its exit code."""
     die_with_parent(signal.SIGKILL)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a Ctrl-C at the terminal is for the pool, which ends this one in order
     common.logs.setup("judge", level="info")
     link = Connection(int(sys.argv[1]))
     judge = Judge(RewardConfig.model_validate_json(sys.argv[2]), levels=tuple(sys.argv[3].split(",")))  # type: ignore[arg-type]
@@ -66,7 +62,7 @@ def main() -> int:
     except ConfigError as error:
         link.send_bytes(json.dumps({"error": str(error)}).encode())
         return error.exit_code
-    link.send_bytes(json.dumps({"isolation": judge.isolation, "pid": os.getpid()}).encode())
+    link.send_bytes(json.dumps({"isolation": judge.isolation}).encode())
     suites: RecentlyUsed[TestSuite] = RecentlyUsed()
     try:
         while True:

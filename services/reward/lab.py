@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
+import signal
+import stat
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +22,7 @@ from services.reward.config import RewardConfig
 from services.reward.languages import Toolchain, Toolchains
 from services.reward.sandbox import values
 from services.reward.sandbox.cgroups import WorkerGroups
+from services.reward.sandbox.guest import EXIT_MEMORY
 from services.reward.sandbox.host import (
     CannotStart,
     Ended,
@@ -246,8 +250,8 @@ class Lab:
         said = guest.frames()
         error = None
         if not said and not frame[4:].startswith(b"code"):
-            error = f"The compiler died (signal {report.signal})." if not report.killed and not guest.overflow else ""
-            error = error or None
+            if not report.killed and not guest.overflow:  # else the limits say what it was
+                error = f"The compiler died (signal {report.signal})."
         elif said and said[0][:1] == b"e":
             error = said[0][1:].decode("utf-8", "replace")
         artifact = said[0][1:] if said and said[0][:1] == b"c" else b""
@@ -430,9 +434,6 @@ def _encoded(code: str) -> bytes:
 
 def _sealed_copy(artifact: int) -> tuple[int, int]:
     """A private, unchangeable copy of a file that came out of a sandbox; closes it. ``(-1, 0)``: no regular file, or too large."""
-    import fcntl
-    import stat
-
     try:
         status = os.fstat(artifact)
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_ARTIFACT_BYTES:
@@ -450,19 +451,21 @@ def _sealed_copy(artifact: int) -> tuple[int, int]:
 
 def limit_verdict(report: Report, limits: Limits, *, overflow: bool, stderr: bytes = b"") -> tuple[Verdict, str] | None:
     """What the limits say of a run, in the order of SANDBOX 1.5: security, output, memory, time; ``None``: it kept them."""
-    if report.signal == 31:  # SIGSYS
+    if report.signal == signal.SIGSYS:
         return Verdict.SECURITY_VIOLATION, "Killed for a forbidden system call."
     if overflow:
         return Verdict.OUTPUT_LIMIT, "More output than the limit."
-    if report.killed == "memory" or report.exit_code == 97:
+    if report.killed == "memory" or report.exit_code == EXIT_MEMORY:
         return Verdict.MEMORY_LIMIT, f"More memory than {limits.memory_mib} MiB."
-    if report.signal == 9 and not report.killed and report.memory_mib >= 0.9 * limits.memory_mib:
+    if report.signal == signal.SIGKILL and not report.killed and report.memory_mib >= 0.9 * limits.memory_mib:
         return Verdict.MEMORY_LIMIT, "Killed by the kernel, out of memory."
-    if report.signal in (6, 11) and (b"std::bad_alloc" in stderr[-4096:] or b"heap out of memory" in stderr[-8192:]):
+    if report.signal in (signal.SIGABRT, signal.SIGSEGV) and (
+        b"std::bad_alloc" in stderr[-4096:] or b"heap out of memory" in stderr[-8192:]
+    ):
         return Verdict.MEMORY_LIMIT, f"More memory than {limits.memory_mib} MiB."
     if report.killed in ("cpu", "wall"):
         return Verdict.TIME_LIMIT, f"The {report.killed} time limit passed."
-    if report.signal == 24:  # SIGXCPU
+    if report.signal == signal.SIGXCPU:
         return Verdict.TIME_LIMIT, "The cpu time limit passed."
     if report.killed == "processes":
         return Verdict.RUNTIME_ERROR, f"More processes than {limits.processes}."

@@ -5,7 +5,7 @@
 
 A thread takes a completion, extracts the code, and looks for the same code under the same suite: among the verdicts that are kept, then
 among those being made, which it joins. What is left goes to its judge. A judge's own failure is tried again up to ``MAX_ATTEMPTS``
-times, by whichever judge is free first and with fresh sandboxes in any case.
+times, by whichever judge is free first.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ class JudgePool:
         for thread in self._threads:
             thread.start()
         try:
-            self.isolation = min((thread.started.result() for thread in self._threads), key=len)
-        except ConfigError:
+            levels = [thread.started.result() for thread in self._threads]
+            self.isolation = min(levels, key=len)  # the weakest: each layer is a part of the name
+        except Exception:
             self.close()
             raise
 
@@ -155,7 +156,13 @@ class JudgePool:
                 return job
             if not job.future.set_running_or_notify_cancel():
                 continue
-            code = extract(job.completion, job.suite, self._config)
+            try:
+                code = extract(job.completion, job.suite, self._config)
+            except Exception as error:  # a bug here must end one completion, not the thread that others wait for
+                log.exception("extraction_failed")
+                code = JudgeResult(
+                    verdict=Verdict.INFRA_ERROR, message=f"The judge failed: {type(error).__name__}: {error}"
+                )
             if isinstance(code, JudgeResult):
                 self._finish(job, code.model_copy(update={"isolation": self.isolation}))
                 continue
@@ -230,7 +237,7 @@ class _Server(threading.Thread):
         """Jobs until the pool is closed."""
         try:
             self.started.set_result(self._start())
-        except ConfigError as error:
+        except Exception as error:  # whatever it is, ``JudgePool.start`` waits for it
             self.started.set_exception(error)
             return
         while batch := self._pool._take_batch():
@@ -251,9 +258,9 @@ class _Server(threading.Thread):
                 self._start()
             if not self._pool._closed:
                 self._ask(batch, done)
-        except (EOFError, OSError, ConfigError) as error:
+        except Exception as error:  # also an answer that can't be read: this thread has to stay, others wait for it
             self._end()
-            why = f"The judge process went away ({error or 'end of file'})."
+            why = f"The judge process went away ({type(error).__name__}: {error})."
             while left and not self._pool._closed:
                 done(JudgeResult(verdict=Verdict.INFRA_ERROR, message=why))
         while left:
@@ -291,9 +298,10 @@ class _Server(threading.Thread):
             ",".join(self._pool._levels),
         ]
         with theirs:
+            # A session of its own: a Ctrl-C at the terminal is for the pool, which ends this one in order.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
-            )  # a session of its own: a Ctrl-C at the terminal is for the pool, which ends this one in order
+            )
         self._link = Connection(mine.detach())
         self._known = RecentlyUsed()
         answer: dict[str, Any] = {"error": f"A judge process did not start within {_START_S:.0f} s."}

@@ -109,9 +109,8 @@ class RewardNode:
         try:
             suite = await self._suite(lease)
             future = self.pool.submit(lease.completion, suite)
-            return fit_to_send(
-                await asyncio.shield(asyncio.wrap_future(future))
-            )  # who gives up a lease cancels no worker
+            # Shielded: who gives up a lease cancels no worker.
+            return fit_to_send(await asyncio.shield(asyncio.wrap_future(future)))
         except (ForebayError, ValueError) as error:  # its suite did not come, or is none
             reason = str(error)
         except Exception as error:  # a broken judge must never look like a wrong answer, nor end its neighbours

@@ -57,12 +57,8 @@ _NODES = (
     ast.Subscript, ast.Slice, ast.Name, ast.Call, ast.keyword, ast.Attribute, ast.IfExp, ast.Load, ast.cmpop, ast.boolop,
     ast.unaryop, ast.operator,
 )  # fmt: skip
-_GROWING = (
-    ast.Mult,
-    ast.Pow,
-    ast.LShift,
-    ast.Mod,
-)  # could turn a candidate's value into a huge one, so only over literals
+# These could turn a candidate's value into a huge one, so they may stand only over literals.
+_GROWING = (ast.Mult, ast.Pow, ast.LShift, ast.Mod)
 
 
 @dataclass(frozen=True)
@@ -77,9 +73,8 @@ class CompiledSuite:
     inline: tuple[CodeType, ...] | None
     source: str
     texts: tuple[str, ...] = ()  # of the inline asserts, for messages
-    calls: tuple[bytes, ...] | None = (
-        None  # encoded, if all are known beforehand; then ``inline`` asks for ``REPLY(index)``
-    )
+    # Encoded, if all are known beforehand and none tells an answer; then ``inline`` asks for ``REPLY(index)``.
+    calls: tuple[bytes, ...] | None = None
 
 
 @lru_cache(maxsize=4096)

@@ -15,13 +15,8 @@ from services.reward.sandbox.host import Ended
 
 _CHECKER_EXTRA_S = 10.0  # a checker gets this on top of the candidate's limits
 _CHECKER_MEMORY_MIB = 512
-_BUGS = (
-    "NameError",
-    "UnboundLocalError",
-    "ImportError",
-    "ModuleNotFoundError",
-    "SyntaxError",
-)  # no output makes a checker raise these
+# No output makes a checker raise these.
+_BUGS = ("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "SyntaxError")
 _EXTRA_OUTPUT_BYTES = 64 << 10
 
 
@@ -131,9 +126,8 @@ def _check(checker: Functions, given: str, answer: str, run: Execution, graded: 
     except values.ValueRefused as error:
         graded.add(Verdict.OUTPUT_LIMIT, f"Too much for the checker: {error}", report=run.report)
         return True
-    except (
-        Ended
-    ):  # not the judge's failure, or a candidate could buy itself one: forebay data check finds checkers that are slow
+    except Ended:
+        # Not the judge's failure, or a candidate could buy itself one; forebay data check finds checkers that are slow.
         graded.add(Verdict.WRONG_ANSWER, "The checker passed its limits on this output.", report=run.report)
         return False
     if isinstance(score, bool):

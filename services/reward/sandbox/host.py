@@ -130,9 +130,8 @@ class Order:
     role: Role
     filter: Filter
     limits: Limits
-    reserves_memory: bool = (
-        False  # much more address space than is used (node): what can be written to is limited instead
-    )
+    # Much more address space than is used (node): what can be written to is limited instead.
+    reserves_memory: bool = False
 
     def line(self) -> bytes:
         """For the worker."""
