@@ -75,9 +75,12 @@ _JS_HONEST = "const t = require('fs').readFileSync(0, 'utf8').split(' ');\nconso
 HONEST_NATIVE = {"cpp": _CPP_HONEST, "javascript": _JS_HONEST}
 
 
+_TOOLCHAINS = Toolchains()  # of this machine: looked up before a test can take PATH away
+
+
 def needs_toolchain(language: str) -> None:
     """Skip the test where the language can't be judged; in CI that is a failure."""
-    if language in ("cpp", "javascript") and Toolchains().get(language) is None:
+    if language in ("cpp", "javascript") and _TOOLCHAINS.get(language) is None:
         reason = f"no toolchain for {language}: {Toolchains.wanted(language)} is not installed"
         pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
 
