@@ -95,8 +95,20 @@ class Load:
         logprobs = rng.standard_normal(num_tokens).astype(np.float32)
         self._arrays = [memoryview(array).cast("B") for array in (prompt, completion, logprobs)]
         specs = [("prompt_ids", "int32", [200]), ("completion_ids", "int32", [num_tokens]), ("logprobs", "float32", [num_tokens])]  # fmt: skip
-        self._sample_header = {"protocol": PROTOCOL_VERSION, "kind": SampleResult.kind, "run_id": RUN_ID, "re": 0, "arrays": specs}
-        self._score_header = {"protocol": PROTOCOL_VERSION, "kind": ScoreResult.kind, "run_id": RUN_ID, "re": 0, "arrays": []}
+        self._sample_header = {
+            "protocol": PROTOCOL_VERSION,
+            "kind": SampleResult.kind,
+            "run_id": RUN_ID,
+            "re": 0,
+            "arrays": specs,
+        }
+        self._score_header = {
+            "protocol": PROTOCOL_VERSION,
+            "kind": ScoreResult.kind,
+            "run_id": RUN_ID,
+            "re": 0,
+            "arrays": [],
+        }
         tests = tuple(TestResult(verdict=Verdict.ACCEPTED, score=1.0, cpu_s=0.01, wall_s=0.01) for _ in range(3))
         good = JudgeResult(verdict=Verdict.ACCEPTED, reward=1.0, parts={"correctness": 1.0}, tests_passed=3, tests_total=3, tests=tests)  # fmt: skip
         self._results = [good.model_dump(), good.model_copy(update={"reward": 0.0}).model_dump()]
@@ -139,7 +151,9 @@ class Load:
         self._beat_at = time.perf_counter() + BEAT_S
         for peer in self.rollouts:
             holds = VersionTag(version=self.version)
-            peer.say(Heartbeat(capacity=self.capacity, holds=holds, counters={"generated_tokens": float(peer.generated)}))
+            peer.say(
+                Heartbeat(capacity=self.capacity, holds=holds, counters={"generated_tokens": float(peer.generated)})
+            )
         for peer in (*self.rewards, self.learner):
             peer.say(Heartbeat(capacity=self.capacity * GROUP_SIZE if peer is not self.learner else 0))
 
@@ -285,7 +299,9 @@ def endure(port: int, num_samples: int) -> None:
         process = coordinator(Path(name), port)
         try:
             load = Load(f"tcp://127.0.0.1:{port}", num_tokens=1000, capacity=8)
-            print("| samples trained | seconds | memory, MiB | journal, MiB |\n| ---: | ---: | ---: | ---: |", flush=True)
+            print(
+                "| samples trained | seconds | memory, MiB | journal, MiB |\n| ---: | ---: | ---: | ---: |", flush=True
+            )
             started = time.perf_counter()
             for tenth in range(1, 11):
                 load.run(samples=num_samples * tenth / 10)
@@ -310,7 +326,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=5790)
     args = parser.parse_args()
     os.sched_setaffinity(0, {1 % (os.cpu_count() or 1)})
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; coordinator on core 0, load on core 1\n")
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; coordinator on core 0, load on core 1\n"
+    )
     if args.samples:
         return endure(args.port, args.samples)
     kinds = [("1,000 tokens", 1000, 8), ("1,000 tokens, one group at a time", 1000, 1), ("10,000 tokens", 10_000, 8)]
