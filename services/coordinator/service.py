@@ -22,6 +22,8 @@ import structlog
 
 from common.errors import ConfigError, ForebayError, InvariantError, ProtocolError, WaitTimeout
 from common.lifecycle import StopSignal
+from common.loop_watch import LoopWatch
+from common.recorder import RECORDER, write_atomically
 from protocol import messages as m
 from protocol.channel import CoordinatorSocket, is_loopback
 from protocol.codec import Array, Received
@@ -35,12 +37,15 @@ from services.coordinator.journal import Journal
 from services.coordinator.leases import LeaseDesk
 from services.coordinator.membership import Members, Node
 from services.coordinator.pool import Pool, Record
+from services.coordinator.reports import Reports
 from services.coordinator.status import build_status
 from services.coordinator.updates import WeightUpdates
+from services.coordinator.waits import FirstSeen, HandedOut, observe, step_overdue, waits_text
 
 log = structlog.get_logger()
 
 TICK_S = 0.2
+KEEP_STATUS_S = 5.0  # how old the last status may be that a kill -9 leaves in the run's folder
 _Out = tuple[bytes, m.Message, int, Mapping[str, Array] | None]
 
 
@@ -68,6 +73,11 @@ class Coordinator:
         self.end_reason = ""
         self.started_at = time.monotonic()
         self._progress_at = self.started_at
+        self._status_kept_at = self.started_at
+        self.handed_out: HandedOut | None = None
+        self.first_seen = FirstSeen()
+        self.loop_watch = LoopWatch()
+        self.reports = Reports(Path(run.run_dir), reply=self._reply)
         self._batch_wait: tuple[bytes, int, int] | None = None  # identity, seq, step
         self._outbox: list[_Out] = []
         self._sends: asyncio.Queue[tuple[Awaitable[None] | None, list[_Out]]] = asyncio.Queue()
@@ -88,6 +98,7 @@ class Coordinator:
         self._handlers: dict[type[m.Message], Callable[[Node, Any, Received], None]] = {
             m.Heartbeat: self._on_heartbeat,
             m.Goodbye: self._on_goodbye,
+            m.Report: self.reports.on_report,
             m.SampleResult: self.leases.on_sample,
             m.ScoreResult: self.leases.on_score,
             m.SuiteRequest: self.leases.on_suite_request,
@@ -113,6 +124,7 @@ class Coordinator:
         ]
         stopped = asyncio.create_task(stop.event.wait())
         ended = asyncio.create_task(self._ended.wait())
+        self.loop_watch.start()
         log.info("serving", address=self.run.address, version=self.pool.version, tasks=len(self.tasks))
         try:
             await asyncio.wait([*tasks, stopped, ended], return_when=asyncio.FIRST_COMPLETED)
@@ -122,7 +134,11 @@ class Coordinator:
             if self.state == "running":
                 self._end("stopped", "the coordinator was told to stop")
             await self._let_nodes_leave(tasks)
+        except Exception:
+            await self._collect_last_reports(tasks)
+            raise
         finally:
+            self.loop_watch.stop()
             for task in [*tasks, stopped, ended]:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -132,11 +148,16 @@ class Coordinator:
         if self._failure is not None:
             raise self._failure
 
+    async def _collect_last_reports(self, tasks: list[asyncio.Task[None]]) -> None:
+        """The loop itself is broken: ask the nodes past it, so that their stacks of this moment are kept."""
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.reports.collect_over(self.socket, list(self.members.nodes.values()))
+
     def _write_summary(self) -> None:
         """The last status, for whoever reads the run's folder afterwards; the journal remains the truth."""
-        partial = Path(self.run.run_dir) / "summary.json.partial"
-        partial.write_text(json.dumps(build_status(self), indent=1))
-        partial.rename(partial.with_suffix(""))
+        write_atomically(Path(self.run.run_dir) / "summary.json", json.dumps(build_status(self), indent=1).encode())
 
     async def _receive(self) -> None:
         while True:
@@ -157,7 +178,14 @@ class Coordinator:
         while True:
             await asyncio.sleep(TICK_S)
             self._expire(time.monotonic())
+            if self.state == "running" and time.monotonic() - self._status_kept_at > KEEP_STATUS_S:
+                self._keep_status()
             self._flush()
+
+    def _keep_status(self) -> None:
+        """For a post-mortem: what the run was like when it failed, or shortly before this process was killed."""
+        self._status_kept_at = time.monotonic()
+        self.reports.keep(Path(self.run.run_dir) / "status.json", json.dumps(build_status(self)).encode())
 
     def _flush(self) -> None:
         """Give out what can be given out, then queue records and messages, in order."""
@@ -183,6 +211,7 @@ class Coordinator:
         sent = asyncio.create_task(self._sends.join())  # whoever asked for the end gets an answer
         await asyncio.wait([sent, *tasks], return_when=asyncio.FIRST_COMPLETED)
         sent.cancel()
+        await self.reports.finish()
 
     # ---- messages ----
 
@@ -195,6 +224,9 @@ class Coordinator:
         if isinstance(message, m.StopRequest):
             self._end("stopped", message.reason)
             return self._reply(identity, m.Ack(), re)
+        if isinstance(message, m.CollectReports):
+            self._collecting = asyncio.create_task(self._collect_reports(identity, re))
+            return None
         node = self.members.by_identity(identity)
         if node is None:
             if isinstance(message, m.Heartbeat):
@@ -208,6 +240,12 @@ class Coordinator:
         except (InvariantError, ProtocolError) as error:
             self._fail(error)
         return None
+
+    async def _collect_reports(self, identity: bytes, re: int) -> None:
+        silent = await self.reports.collect(list(self.members.nodes.values()))
+        self._keep_status()
+        await self.reports.finish()
+        self._reply(identity, m.Ack(accepted=not silent, reason=silent and f"no report from {silent}"), re)
 
     def _on_hello(self, identity: bytes, re: int, hello: m.Hello) -> None:
         reason = self._refusal(hello)
@@ -263,13 +301,17 @@ class Coordinator:
         self._reply(node.identity, m.HeartbeatAck(lost_lease_ids=lost), received.seq)
 
     def _on_goodbye(self, node: Node, message: m.Goodbye, received: Received) -> None:
-        self._drop_node(node.node_id, message.reason or "left")
+        self._drop_node(node.node_id, message.reason or "left", in_order=True)
 
-    def _drop_node(self, node_id: str, reason: str) -> None:
+    def _drop_node(self, node_id: str, reason: str, *, in_order: bool = False) -> None:
         node, leases = self.members.leave(node_id)
         if node is None:
             return
         log.info("node_left", node=node_id, role=node.role, reason=reason, open_leases=len(leases))
+        if not in_order:
+            self.reports.node_died(node, reason)
+        if self.handed_out and self.handed_out.node_id == node_id:
+            self.handed_out = None
         self.pool.count_lost(node.tokens_in_flight)
         self.leases.give_back(leases, counted=False)
         if self._batch_wait and self._batch_wait[0] == node.identity:
@@ -281,19 +323,17 @@ class Coordinator:
             self._drop_node(node.node_id, f"no heartbeat for {now - node.seen_at:.1f} s (coordinator.node_timeout_s)")
         self.leases.expire(now)
         self.updates.expire(now)
+        observe(self, now)
+        if self.state == "running" and (error := step_overdue(self, now)):
+            self._fail(error)
         if self.state == "running" and now - self._progress_at > self.config.no_progress_timeout_s:
             self._fail(WaitTimeout(self._no_progress_text(now)))
 
     def _no_progress_text(self, now: float) -> str:
         roles = ", ".join(f"{len(self.members.of_role(role))} {role}" for role in ("rollout", "reward", "learner"))
-        waits = "; ".join(
-            f"{node.node_id} waits {wait.age_s:.0f} s for {wait.what} from {wait.on}"
-            for node in self.members.nodes.values()
-            for wait in node.waits
-        )
         return (
             f"Nothing has happened for {now - self._progress_at:.0f} s (coordinator.no_progress_timeout_s). Live nodes: {roles}. "
-            f"Waits: {waits or 'none'}. Start the missing role and resume the run; the journal has everything."
+            f"Waits: {waits_text(self)}. Start the missing role and resume the run; the journal has everything."
         )
 
     # ---- batches and steps ----
@@ -309,22 +349,30 @@ class Coordinator:
         if step <= self.pool.version:
             batch, arrays = make_batch(step, self.journal.batch(step), replay=True)
             self._reply(identity, batch, seq, arrays)
+            self._note_handed_out(identity, step)
         elif self.pool.finished:
             self._reply(identity, m.EndOfData(reason=f"{self.pool.version} steps are done"), seq)
         elif groups := self.pool.take_batch(step):
             batch, arrays = make_batch(step, groups, replay=False)
             self._reply(identity, batch, seq, arrays)
+            self._note_handed_out(identity, step)
         elif self.updates.wanted(self.pool.version):
             self._reply(identity, m.Resync(tag=tag), seq)
         else:
             return
         self._batch_wait = None
 
+    def _note_handed_out(self, identity: bytes, step: int) -> None:
+        if learner := self.members.by_identity(identity):
+            self.handed_out = HandedOut(step, learner.node_id, time.monotonic())
+
     def _on_commit(self, node: Node, message: m.StepCommitted, received: Received) -> None:
         fixed = [group for group in self.pool.groups.values() if group.step == message.step]
         metrics = (batch_metrics(fixed, self.pool.version) if fixed else {}) | message.metrics
         batch = self.pool.commit(message.step, metrics)
         node.checkpoint_step = max(node.checkpoint_step, message.checkpoint_step)
+        if self.handed_out and message.step >= self.handed_out.step:
+            self.handed_out = None
         if batch:
             self._note_progress()
             self.steps.append((message.step, time.time(), metrics))
@@ -339,6 +387,9 @@ class Coordinator:
     def _end(self, state: str, reason: str) -> None:
         if self.state != "running":
             return
+        if state == "failed":  # their stacks of this moment, before the Shutdown below changes them
+            self.reports.ask(self.members.nodes.values())
+            self._keep_status()
         self.state, self.end_reason = state, reason
         log.info("run_ends", state=state, reason=reason)
         for node in self.members.nodes.values():
@@ -385,9 +436,14 @@ def open_coordinator(run: RunConfig, config: CoordinatorConfig) -> Coordinator:
     return Coordinator(run, config, tasks, socket=socket, journal=journal)
 
 
-async def main(run: RunConfig, config: CoordinatorConfig) -> int:
-    """Body of the coordinator process: its exit code."""
+async def main(run: RunConfig, config: CoordinatorConfig, *, resolved: str = "") -> int:
+    """Body of the coordinator process: its exit code. ``resolved`` is the whole config, for the run's folder if it lacks one."""
     stop = StopSignal()
     coordinator = open_coordinator(run, config)
+    kept = Path(run.run_dir) / "config.json"
+    if resolved and not kept.exists():
+        write_atomically(kept, resolved.encode())
+    RECORDER.describe("coordinator", run_dir=run.run_dir)
+    RECORDER.facts = lambda: {"status": build_status(coordinator)}
     await coordinator.serve(stop)
     return stop.exit_code
