@@ -205,7 +205,9 @@ def ray_queue(seconds: float) -> float:
         samples.get()
         start = time.perf_counter()
         while time.perf_counter() - start < seconds:
-            samples.put_nowait_batch([copy.deepcopy(sample) for _ in range(64)])  # or pickle would send their arrays once
+            samples.put_nowait_batch(
+                [copy.deepcopy(sample) for _ in range(64)]
+            )  # or pickle would send their arrays once
             taken = samples.get_nowait_batch(64)
             verdicts.put_nowait_batch([(item, verdict) for item in taken])
             num_trained += len(verdicts.get_nowait_batch(64))
