@@ -205,7 +205,8 @@ class Fleet:
                     else ForebayError(f"The coordinator did not come up (exit code {code}). {words}")
                 )
             try:
-                view.fetch(self.config.run.address, self.config.run.id, keys=self._keys, timeout_s=0.5)
+                status = view.fetch(self.config.run.address, self.config.run.id, keys=self._keys, timeout_s=0.5)
+                self._shown_step = status["version"]  # steps of an earlier life were shown then
                 break
             except PeerError:
                 continue

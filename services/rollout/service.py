@@ -41,6 +41,8 @@ class RolloutNode:
     ) -> None:
         self.run, self.config, self.engine, self.channel, self.waits = run, config, engine, channel, waits
         self._leases: dict[str, asyncio.Task[None]] = {}
+        self._open: dict[str, m.OpenLease] = {}  # the same, for a coordinator that has restarted
+        self._settled_tokens = 0  # of all generated: acknowledged by the coordinator, or of leases that came to nothing
         self._plan: m.SyncPlan | None = None
         self._sync: asyncio.Task[None] | None = None
         self._go: asyncio.Future[None] | None = None
@@ -49,7 +51,11 @@ class RolloutNode:
         )
         self._paused_s = 0.0  # generation stood still for weight updates, failed ones too
         channel.capacity = config.max_concurrent_groups
-        channel.hello_fields = lambda: {"holds": engine.holds, "num_workers": engine.num_workers}
+        channel.hello_fields = lambda: {
+            "holds": engine.holds,
+            "num_workers": engine.num_workers,
+            "open_leases": list(self._open.values()),
+        }
         channel.beat_fields = self._beat_fields
 
     def _beat_fields(self) -> dict[str, Any]:
@@ -58,6 +64,7 @@ class RolloutNode:
             "holds": self.engine.holds,
             "counters": {
                 "generated_tokens": float(self.engine.generated_tokens()),
+                "settled_tokens": float(self._settled_tokens),
                 "idle_s": self._idle.total_s,
                 "paused_s": self._paused_s,
             },
@@ -113,11 +120,15 @@ class RolloutNode:
     def _begin(self, lease: m.GenerateLease) -> None:
         task = asyncio.create_task(self._work(lease), name=f"lease {lease.lease_id}")
         self._leases[lease.lease_id] = task
+        self._open[lease.lease_id] = m.OpenLease(lease_id=lease.lease_id, group_id=lease.group_id)
         self._idle.set(False)
         task.add_done_callback(lambda _: self._end(lease.lease_id))
 
     def _end(self, lease_id: str) -> None:
         self._leases.pop(lease_id, None)
+        self._open.pop(lease_id, None)
+        if not self._leases:  # what it has generated and not delivered will never come
+            self._settled_tokens = self.engine.generated_tokens()
         if not self._leases and self.channel.capacity:  # without capacity it leaves, and waits for nothing
             self._idle.set(True)
 
@@ -163,6 +174,7 @@ class RolloutNode:
         await self._tell(
             result, f"acknowledgement of sample {completion.sample_index} of group {lease.group_id}", arrays=arrays
         )
+        self._settled_tokens += int(completion.completion_ids.size)
 
     def _cancel(self, lease_id: str) -> None:
         if task := self._leases.get(lease_id):
