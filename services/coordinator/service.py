@@ -411,7 +411,9 @@ class Coordinator:
             replay.add_done_callback(self._replays.discard)
             self._note_handed_out(identity, step)
         elif self.pool.finished:
-            self._reply(identity, m.EndOfData(reason=f"{self.pool.version} steps are done"), seq)
+            self._reply(
+                identity, m.EndOfData(reason=f"{self.pool.version} of {self.config.max_steps} steps are done"), seq
+            )
         elif groups := self.pool.take_batch(step):
             batch, arrays = make_batch(step, groups, replay=False)
             self._reply(identity, batch, seq, arrays)
@@ -454,7 +456,10 @@ class Coordinator:
     def _on_learner_done(self, node: Node, message: m.LearnerDone, received: Received) -> None:
         self.export_dir = message.export_dir
         self._reply(node.identity, m.Ack(), received.seq)
-        self._end("finished", f"all {self.pool.version} steps are done")
+        done, wanted = self.pool.version, self.config.max_steps
+        self._end(
+            "finished", f"all {done} steps are done" if done >= wanted else f"the tasks are used up after {done} steps"
+        )
 
     def _end(self, state: str, reason: str) -> None:
         if self.state != "running":

@@ -42,7 +42,10 @@ class RolloutNode:
         self.run, self.config, self.engine, self.channel, self.waits = run, config, engine, channel, waits
         self._leases: dict[str, asyncio.Task[None]] = {}
         self._open: dict[str, m.OpenLease] = {}  # the same, for a coordinator that has restarted
-        self._settled_tokens = 0  # of all generated: acknowledged by the coordinator, or of leases that came to nothing
+        self._settled_tokens = (
+            0  # that the coordinator has in its ledger: delivered, or thrown away while this node was idle
+        )
+        self._idle_tokens: int | None = None  # generated at the last heartbeat, if no lease was open
         self._plan: m.SyncPlan | None = None
         self._sync: asyncio.Task[None] | None = None
         self._go: asyncio.Future[None] | None = None
@@ -59,6 +62,7 @@ class RolloutNode:
         channel.beat_fields = self._beat_fields
 
     def _beat_fields(self) -> dict[str, Any]:
+        self._idle_tokens = None if self._leases else self.engine.generated_tokens()
         return {
             "lease_ids": list(self._leases),
             "holds": self.engine.holds,
@@ -90,6 +94,8 @@ class RolloutNode:
                 case m.CancelLease():
                     self._cancel(message.lease_id)
                 case m.HeartbeatAck():
+                    if self._idle_tokens is not None and not self._leases:
+                        self._settled_tokens = self._idle_tokens
                     for lease_id in message.lost_lease_ids:
                         self._cancel(lease_id)
                 case m.SyncPlan():
@@ -127,8 +133,6 @@ class RolloutNode:
     def _end(self, lease_id: str) -> None:
         self._leases.pop(lease_id, None)
         self._open.pop(lease_id, None)
-        if not self._leases:  # what it has generated and not delivered will never come
-            self._settled_tokens = self.engine.generated_tokens()
         if not self._leases and self.channel.capacity:  # without capacity it leaves, and waits for nothing
             self._idle.set(True)
 
