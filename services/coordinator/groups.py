@@ -25,10 +25,11 @@ class GroupStatus(StrEnum):
 
 def sample_problem(message: SampleResult, arrays: Mapping[str, Array]) -> str:
     """Why a sample can't be trained on (a node of ours never sends such a one), or ''."""
-    shapes = {name: (array.dtype.name, array.ndim) for name, array in arrays.items()}
-    if shapes != {"prompt_ids": ("int32", 1), "completion_ids": ("int32", 1), "logprobs": ("float32", 1)}:
+    vectors = [arrays[name] for name in ("prompt_ids", "completion_ids", "logprobs")]
+    if [vector.dtype.char for vector in vectors] != ["i", "i", "f"] or any(vector.ndim != 1 for vector in vectors):
+        shapes = {name: (array.dtype.name, array.ndim) for name, array in arrays.items()}
         return f"arrays are {shapes}, not vectors of int32, int32 and float32"
-    num_tokens = arrays["completion_ids"].size
+    num_tokens = vectors[1].size
     counted = sum(segment.num_tokens for segment in message.segments)
     if not message.segments or not num_tokens == arrays["logprobs"].size == counted:
         return f"{num_tokens} tokens with {arrays['logprobs'].size} log-probs and version segments for {counted}"
@@ -44,8 +45,10 @@ class Sample:
     finish_reason: str
     segments: list[Segment]
     arrays: dict[str, Array]
+    lease_id: str = ""  # that it came under; empty: in an earlier life of this coordinator
     result: JudgeResult | None = None
     score_attempts: int = 0
+    deaths: int = 0  # reward nodes that died while they had it
     avoid_nodes: set[str] = field(default_factory=set)  # reward nodes that failed on it
     lost: bool = False  # scoring failed for good: the group goes on without it
 
@@ -67,8 +70,10 @@ class Group:
     step: int | None = None
     overtaken: int = 0
     generate_attempts: int = 0
+    deaths: int = 0  # rollout nodes that died while they had it
     avoid_nodes: set[str] = field(default_factory=set)  # rollout nodes that failed on it
     samples: dict[int, Sample] = field(default_factory=dict)
+    error: str = ""  # why the last of its lost samples could not be judged
 
     def missing(self, group_size: int) -> list[int]:
         """Sample indices without a completion yet."""

@@ -251,7 +251,7 @@ class Run:
         rows = self.query("SELECT step, group_ids FROM steps WHERE committed_at IS NOT NULL ORDER BY step")
         assert [step for step, _ in rows] == list(range(1, steps + 1))
         trained = [group_id for _, group_ids in rows for group_id in json.loads(group_ids)]
-        assert len(trained) == len(set(trained)) == steps * self.config["coordinator"]["groups_per_step"]
+        assert len(trained) == len(set(trained)) > (steps - 1) * self.config["coordinator"]["groups_per_step"]
         assert sorted(trained) == [row[0] for row in self.query("SELECT group_id FROM groups WHERE status = 'trained'")]
 
     def weight_from_journal(self, steps: int) -> float:
