@@ -12,6 +12,8 @@ from typing import Any
 
 NUM_EVENTS = 200
 NUM_GROUPS = 20
+# How services/coordinator/journal.py numbers samples, by group.
+_OF_GROUP = "sample_id >= groups.group_id * 4096 AND sample_id < (groups.group_id + 1) * 4096"
 
 
 @dataclass
@@ -24,6 +26,7 @@ class JournalFacts:
     ledger: dict[str, Any] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)
     oldest_open: list[dict[str, Any]] = field(default_factory=list)
+    tasks_out: list[dict[str, Any]] = field(default_factory=list)
     open_steps: list[dict[str, Any]] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -42,7 +45,7 @@ def read_journal(path: Path) -> JournalFacts:
     try:
         with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=5.0)) as db:
             db.row_factory = sqlite3.Row
-            for part in (_meta, _groups, _steps, _events):
+            for part in (_meta, _groups, _tasks, _steps, _events):
                 _attempt(part, db, facts)
     except sqlite3.Error as error:
         facts.problems.append(f"The journal {path.name} can't be opened: {error}.")
@@ -72,13 +75,18 @@ def _groups(db: sqlite3.Connection, facts: JournalFacts) -> None:
     facts.oldest_open = [
         dict(row)
         for row in db.execute(
-            "SELECT group_id, task_index, admitted_version, status, step, overtaken, "
-            "(SELECT COUNT(*) FROM samples WHERE samples.group_id = groups.group_id) AS samples, "
-            "(SELECT COUNT(*) FROM samples WHERE samples.group_id = groups.group_id AND result IS NOT NULL) AS judged "
+            "SELECT group_id, task_index, admitted_version, status, step, overtaken, attempts, deaths, "
+            f"(SELECT COUNT(*) FROM samples WHERE {_OF_GROUP}) AS samples, "
+            f"(SELECT COUNT(*) FROM results WHERE {_OF_GROUP}) AS judged "
             "FROM groups WHERE status IN ('open', 'ready', 'batched') ORDER BY group_id LIMIT ?",
             (NUM_GROUPS,),
         )
     ]
+
+
+def _tasks(db: sqlite3.Connection, facts: JournalFacts) -> None:
+    rows = db.execute("SELECT task_index, failures, out AS reason FROM tasks WHERE out IS NOT NULL ORDER BY task_index")
+    facts.tasks_out = [dict(row) for row in rows]
 
 
 def _steps(db: sqlite3.Connection, facts: JournalFacts) -> None:

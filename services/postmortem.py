@@ -198,6 +198,7 @@ def _members(known: Known, story: Story) -> Iterator[tuple[str, str]]:
                 "oldest_groups": last.get("oldest_groups"),
                 "oldest_open_groups_in_journal": journal.oldest_open,
                 "open_steps": journal.open_steps,
+                "tasks_taken_out": journal.tasks_out,
             }
         ),
     )

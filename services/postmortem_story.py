@@ -124,6 +124,11 @@ def _work(known: Known) -> str:
             f"The oldest live group is {group['group_id']} (task {group['task_id']}), {group['status']}: {group['not_generated']} "
             f"completions to be generated, {group['not_judged']} to be judged; {group['generate_attempts']} generation attempts failed."
         )
+    if known.journal.tasks_out:
+        indices = ", ".join(str(task["task_index"]) for task in known.journal.tasks_out)
+        lines.append(
+            f"Tasks that were taken out because they failed too often: number {indices}; reasons in queue.json."
+        )
     if known.journal.open_steps:
         steps = ", ".join(str(step["step"]) for step in known.journal.open_steps)
         lines.append(
