@@ -262,7 +262,10 @@ class Fleet:
             if code in DONE:
                 child.done = True
             elif code in NOT_RESTARTED or child.restarts >= self.config.up.max_restarts:
-                raise ForebayError(f"{child.name} ended with exit code {code}: {child.last_words()}")
+                raise ForebayError(
+                    f"{child.name} ended with exit code {code}: {child.last_words()}\n"
+                    f"All that is known of the run, in one archive: forebay postmortem {self.run_dir}"
+                )
             else:
                 child.restarts += 1
                 self.console.print(

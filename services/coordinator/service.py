@@ -385,6 +385,8 @@ class Coordinator:
         observe(self, now)
         if self.state == "running" and (error := step_overdue(self, now)):
             self._fail(error)
+        if self.handed_out:  # the learner is at a step, which has a limit of its own
+            self._progress_at = now
         if self.state == "running" and now - self._progress_at > self.config.no_progress_timeout_s:
             self._fail(WaitTimeout(self._no_progress_text(now)))
 
