@@ -394,7 +394,8 @@ class Pool:
             self.ledger.failed += group.num_tokens - trained
             self.ledger.groups_trained += 1
         self.version = step
-        self._record("commit", metrics, step)
+        ledger = {f"ledger/{name}": float(value) for name, value in self.ledger.model_dump().items()}
+        self._record("commit", metrics | ledger, step)
         self._ledger_changed = True
         self.ledger.check(buffered=self.buffered_tokens, live_groups=len(self.groups))
         return batch

@@ -24,27 +24,32 @@ import structlog
 
 from common.errors import ConfigError, ForebayError, InvariantError, ProtocolError, WaitTimeout
 from common.lifecycle import StopSignal
+from common.loop_watch import LoopWatch
+from common.recorder import RECORDER, write_atomically
 from protocol import messages as m
 from protocol.channel import CoordinatorSocket, Outgoing, is_loopback
 from protocol.codec import Array, Received
 from protocol.config import RunConfig
 from protocol.tasks import Task, fingerprint, load_tasks
 from protocol.versions import VersionTag
-from services.coordinator.batches import batch_metrics, make_batch
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.cursor import TaskCursor
 from services.coordinator.journal import Journal
 from services.coordinator.leases import LeaseDesk
 from services.coordinator.membership import Members, Node
 from services.coordinator.pool import Pool, Record
+from services.coordinator.reports import Reports
 from services.coordinator.status import build_status
+from services.coordinator.steps import StepDesk
 from services.coordinator.updates import WeightUpdates
+from services.coordinator.waits import FirstSeen, observe, step_overdue, waits_text
 
 log = structlog.get_logger()
 
 TICK_S = 0.2
 STALL_S = 1.0  # a tick that is so late means that this process stood still
 KEPT_ANSWERS = 8192  # of each node: far more than it can have open
+KEEP_STATUS_S = 5.0  # how old the last status may be that a kill -9 leaves in the run's folder
 
 
 class Coordinator:
@@ -63,7 +68,6 @@ class Coordinator:
         self.socket, self.journal = socket, journal
         cursor = TaskCursor(len(tasks), seed=run.seed, shuffle=config.shuffle, max_epochs=config.max_epochs)
         self.pool = Pool(config, cursor, journal.state)
-        self.steps = journal.steps()
         self.members = Members()
         self.incarnation = int(journal.meta.get("incarnation", "-1"))  # of the learner; 0 is its first life
         self.export_dir = ""
@@ -71,19 +75,27 @@ class Coordinator:
         self.end_reason = ""
         self.started_at = time.monotonic()
         self._progress_at = self.started_at
-        self._batch_wait: tuple[bytes, int, int] | None = None  # identity, seq, step
-        self._replays: set[asyncio.Task[None]] = set()
+        self._status_kept_at = self.started_at
+        self.first_seen = FirstSeen()
+        self.loop_watch = LoopWatch()
+        self.reports = Reports(Path(run.run_dir), reply=self._reply)
         self._outbox: list[Outgoing] = []
-        self._answers: dict[
-            bytes, OrderedDict[int, m.Message]
-        ] = {}  # of each node: what its last requests were answered
+        # Of each node: what its last requests were answered.
+        self._answers: dict[bytes, OrderedDict[int, m.Message]] = {}
         self._sends: asyncio.Queue[tuple[Awaitable[None] | None, list[Outgoing]]] = asyncio.Queue()
         self._ended = asyncio.Event()
         self._failure: ForebayError | None = None
         boot = int(journal.meta.get("boots", "0")) + 1
         self.pool.records.append(Record("meta", ("boots", str(boot))))
         self.leases = LeaseDesk(
-            run, config, tasks, pool=self.pool, members=self.members, reply=self._reply, on_progress=self._note_progress
+            run,
+            config,
+            tasks,
+            pool=self.pool,
+            members=self.members,
+            reply=self._reply,
+            on_progress=self._note_progress,
+            known_nodes=json.loads(journal.meta.get("nodes", "[]")),
         )
         self.updates = WeightUpdates(
             self.members,
@@ -92,16 +104,27 @@ class Coordinator:
             reply=self._reply,
             on_progress=self._note_progress,
         )
+        self.steps = StepDesk(
+            config,
+            pool=self.pool,
+            members=self.members,
+            updates=self.updates,
+            journal=journal,
+            reply=self._reply,
+            on_progress=self._note_progress,
+            on_replay_read=self._on_replay_read,
+        )
         self._handlers: dict[type[m.Message], Callable[[Node, Any, Received], None]] = {
             m.Heartbeat: self._on_heartbeat,
             m.Goodbye: self._on_goodbye,
+            m.Report: self.reports.on_report,
             m.SampleResult: self.leases.on_sample,
             m.ScoreResult: self.leases.on_score,
             m.SuiteRequest: self.leases.on_suite_request,
             m.LeaseFailed: self.leases.on_lease_failed,
             m.LeaseCancelled: self.leases.on_lease_cancelled,
-            m.BatchRequest: self._on_batch_request,
-            m.StepCommitted: self._on_commit,
+            m.BatchRequest: self.steps.on_batch_request,
+            m.StepCommitted: self.steps.on_commit,
             m.LearnerDone: self._on_learner_done,
             m.SyncRequest: self.updates.on_request,
             m.SyncReady: self.updates.on_ready,
@@ -120,6 +143,7 @@ class Coordinator:
         ]
         stopped = asyncio.create_task(stop.event.wait())
         ended = asyncio.create_task(self._ended.wait())
+        self.loop_watch.start()
         log.info("serving", address=self.run.address, version=self.pool.version, tasks=len(self.tasks))
         try:
             await asyncio.wait([*tasks, stopped, ended], return_when=asyncio.FIRST_COMPLETED)
@@ -129,8 +153,13 @@ class Coordinator:
             if self.state == "running":
                 self._end("stopped", "the coordinator was told to stop")
             await self._let_nodes_leave(tasks)
+        except Exception:
+            await self._collect_last_reports(tasks)
+            raise
         finally:
-            for task in [*tasks, *self._replays, stopped, ended]:
+            self.loop_watch.stop()
+            self.steps.close()
+            for task in [*tasks, stopped, ended]:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._write_summary()
@@ -139,12 +168,17 @@ class Coordinator:
         if self._failure is not None:
             raise self._failure
 
+    async def _collect_last_reports(self, tasks: list[asyncio.Task[None]]) -> None:
+        """The loop itself is broken: ask the nodes past it, so that their stacks of this moment are kept."""
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.reports.collect_over(self.socket, list(self.members.nodes.values()))
+
     def _write_summary(self) -> None:
         """The last status, for whoever reads the run's folder afterwards; the journal remains the truth."""
-        partial = Path(self.run.run_dir) / "summary.json.partial"
         try:
-            partial.write_text(json.dumps(build_status(self), indent=1))
-            partial.rename(partial.with_suffix(""))
+            write_atomically(Path(self.run.run_dir) / "summary.json", json.dumps(build_status(self), indent=1).encode())
         except OSError as error:  # of a full disk, say: then the journal alone has it
             log.error("no_summary", error=str(error))
 
@@ -172,6 +206,8 @@ class Coordinator:
                 self._forgive(stall_s)
             ticked_at = now
             self._expire(now)
+            if self.state == "running" and now - self._status_kept_at > KEEP_STATUS_S:
+                self._keep_status()
             self._flush()
 
     def _forgive(self, stall_s: float) -> None:
@@ -180,6 +216,12 @@ class Coordinator:
         self.members.forgive(stall_s)
         self.updates.forgive(stall_s)
         self._progress_at += stall_s
+        self.steps.forgive(stall_s)
+
+    def _keep_status(self) -> None:
+        """For a post-mortem: what the run was like when it failed, or shortly before this process was killed."""
+        self._status_kept_at = time.monotonic()
+        self.reports.keep(Path(self.run.run_dir) / "status.json", json.dumps(build_status(self)).encode())
 
     def _flush(self) -> None:
         """Give out what can be given out, then queue records and messages, in order."""
@@ -199,7 +241,7 @@ class Coordinator:
     def _give_out(self) -> None:
         self.leases.add(self.pool.admit())
         self.leases.dispatch()
-        self._answer_learner()
+        self.steps.answer(max(0, self.incarnation))
 
     async def _let_nodes_leave(self, tasks: list[asyncio.Task[None]]) -> None:
         self._flush()
@@ -211,6 +253,7 @@ class Coordinator:
         sent = asyncio.create_task(self._sends.join())  # whoever asked for the end gets an answer
         await asyncio.wait([sent, *tasks], return_when=asyncio.FIRST_COMPLETED)
         sent.cancel()
+        await self.reports.finish()
 
     # ---- messages ----
 
@@ -223,6 +266,9 @@ class Coordinator:
         if isinstance(message, m.StopRequest):
             self._end("stopped", message.reason)
             return self._reply(identity, m.Ack(), re)
+        if isinstance(message, m.CollectReports):
+            self._collecting = asyncio.create_task(self._collect_reports(identity, re))
+            return None
         node = self.members.by_identity(identity)
         if node is None:
             if isinstance(message, m.Heartbeat):
@@ -240,6 +286,12 @@ class Coordinator:
         except (InvariantError, ProtocolError) as error:
             self._fail(error)
         return None
+
+    async def _collect_reports(self, identity: bytes, re: int) -> None:
+        silent = await self.reports.collect(list(self.members.nodes.values()))
+        self._keep_status()
+        await self.reports.finish()
+        self._reply(identity, m.Ack(accepted=not silent, reason=silent and f"no report from {silent}"), re)
 
     def _on_hello(self, identity: bytes, re: int, hello: m.Hello) -> None:
         reason = self._refusal(hello)
@@ -267,6 +319,7 @@ class Coordinator:
         node = self.members.join(hello, identity, time.monotonic())
         self._answers[identity] = OrderedDict()
         self.leases.claim(node, hello.open_leases)
+        self._record_nodes()
         if hello.role == "learner":
             self.updates.new_learner()
             if not (again and self.incarnation >= 0):
@@ -274,6 +327,11 @@ class Coordinator:
                 self.pool.records.append(Record("meta", ("incarnation", str(self.incarnation))))
         self._note_progress()
         log.info("node_joined", node=node.node_id, role=node.role, host=node.host, holds=str(node.holds))
+
+    def _record_nodes(self) -> None:
+        """Who is in the run, for the next life of this coordinator."""
+        working = [node.node_id for node in self.members.nodes.values() if node.role != "learner"]
+        self.pool.records.append(Record("meta", ("nodes", json.dumps(working))))
 
     def _refusal(self, hello: m.Hello) -> str:
         if self.state != "running":
@@ -309,11 +367,13 @@ class Coordinator:
         if node is None:
             return
         log.info("node_left", node=node_id, role=node.role, reason=reason, open_leases=len(leases))
+        if died:
+            self.reports.node_died(node, reason)
         self.pool.count_lost(node.tokens_in_flight)
+        self._record_nodes()
         self._answers.pop(node.identity, None)
         self.leases.interrupted(leases, died=reason if died else "")
-        if self._batch_wait and self._batch_wait[0] == node.identity:
-            self._batch_wait = None
+        self.steps.node_left(node)
         self.updates.node_left(node, reason)
 
     def _expire(self, now: float) -> None:
@@ -322,77 +382,44 @@ class Coordinator:
             self._drop_node(node.node_id, f"{node.node_id}: {reason}", died=True)
         self.leases.expire(now)
         self.updates.expire(now)
+        if self.journal.full_since is not None:  # has a limit of its own
+            self._note_progress()
+        observe(self, now)
+        if self.state == "running" and (error := step_overdue(self, now)):
+            self._fail(error)
+        if self.steps.handed_out:  # the learner is at a step, which has a limit of its own
+            self._progress_at = now
         if self.state == "running" and now - self._progress_at > self.config.no_progress_timeout_s:
             self._fail(WaitTimeout(self._no_progress_text(now)))
 
     def _no_progress_text(self, now: float) -> str:
         roles = ", ".join(f"{len(self.members.of_role(role))} {role}" for role in ("rollout", "reward", "learner"))
-        waits = "; ".join(
-            f"{node.node_id} waits {wait.age_s:.0f} s for {wait.what} from {wait.on}"
-            for node in self.members.nodes.values()
-            for wait in node.waits
-        )
         return (
             f"Nothing has happened for {now - self._progress_at:.0f} s (coordinator.no_progress_timeout_s). Live nodes: {roles}. "
-            f"Waits: {waits or 'none'}. Start the missing role and resume the run; the journal has everything."
+            f"Waits: {waits_text(self)}. Start the missing role and resume the run; the journal has everything."
         )
 
-    # ---- batches and steps ----
+    # ---- the end ----
 
-    def _on_batch_request(self, node: Node, message: m.BatchRequest, received: Received) -> None:
-        self._batch_wait = (node.identity, received.seq, message.step)
-
-    def _answer_learner(self) -> None:
-        if self._batch_wait is None:
-            return
-        identity, seq, step = self._batch_wait
-        tag = VersionTag(version=self.pool.version, incarnation=max(0, self.incarnation))
-        if step <= self.pool.version:
-            replay = asyncio.create_task(self._replay(identity, seq, step))
-            self._replays.add(replay)
-            replay.add_done_callback(self._replays.discard)
-        elif self.pool.finished:
-            self._reply(identity, m.EndOfData(reason=f"{self.pool.version} steps are done"), seq)
-        elif groups := self.pool.take_batch(step):
-            batch, arrays = make_batch(step, groups, replay=False)
-            self._reply(identity, batch, seq, arrays)
-        elif self.updates.wanted(self.pool.version):
-            self._reply(identity, m.Resync(tag=tag), seq)
-        else:
-            return
-        self._batch_wait = None
-
-    async def _replay(self, identity: bytes, seq: int, step: int) -> None:
-        """Hand out the batch of a committed step again, for a learner that restarted before it."""
-        try:
-            groups = await asyncio.to_thread(self.journal.batch, step)
-            batch, arrays = make_batch(step, groups, replay=True, publish=step == self.pool.version)
-            self._reply(identity, batch, seq, arrays)
-        except ForebayError as error:
+    def _on_replay_read(self, error: ForebayError | None) -> None:
+        if error is not None:
             self._fail(error)
         self._flush()
-
-    def _on_commit(self, node: Node, message: m.StepCommitted, received: Received) -> None:
-        fixed = [group for group in self.pool.groups.values() if group.step == message.step]
-        metrics = (batch_metrics(fixed, self.pool.version) if fixed else {}) | message.metrics
-        ledger = {f"ledger/{name}": float(value) for name, value in self.pool.ledger.model_dump().items()}
-        batch = self.pool.commit(message.step, ledger | metrics)
-        node.checkpoint_step = max(node.checkpoint_step, message.checkpoint_step)
-        self.pool.forget(replay_from=message.replay_from)
-        if batch:
-            self._note_progress()
-            self.steps.append((message.step, time.time(), metrics))
-            log.info("step", step=message.step, **{key: round(value, 4) for key, value in metrics.items()})
-        self._reply(node.identity, m.Ack(accepted=bool(batch)), received.seq)
 
     def _on_learner_done(self, node: Node, message: m.LearnerDone, received: Received) -> None:
         self.export_dir = message.export_dir
         self._reply(node.identity, m.Ack(), received.seq)
-        self._end("finished", f"all {self.pool.version} steps are done")
+        done, wanted = self.pool.version, self.config.max_steps
+        self._end(
+            "finished", f"all {done} steps are done" if done >= wanted else f"the tasks are used up after {done} steps"
+        )
 
     def _end(self, state: str, reason: str) -> None:
         if self.state != "running":
             return
+        if state == "failed":  # their stacks of this moment, before the Shutdown below changes them
+            self.reports.ask(self.members.nodes.values())
+            self._keep_status()
         self.state, self.end_reason = state, reason
         log.info("run_ends", state=state, reason=reason)
         for node in self.members.nodes.values():
@@ -455,10 +482,15 @@ def open_coordinator(run: RunConfig, config: CoordinatorConfig) -> Coordinator:
         raise
 
 
-async def main(run: RunConfig, config: CoordinatorConfig) -> int:
-    """Body of the coordinator process: its exit code."""
+async def main(run: RunConfig, config: CoordinatorConfig, *, resolved: str = "") -> int:
+    """Body of the coordinator process: its exit code. ``resolved`` is the whole config, for the run's folder if it lacks one."""
     stop = StopSignal()
     coordinator = open_coordinator(run, config)
+    kept = Path(run.run_dir) / "config.json"
+    if resolved and not kept.exists():
+        write_atomically(kept, resolved.encode())
+    RECORDER.describe("coordinator", run_dir=run.run_dir)
+    RECORDER.facts = lambda: {"status": build_status(coordinator)}
     # Messages are many small objects that live for a moment and form no cycles; looking for those was a seventh of all time.
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)

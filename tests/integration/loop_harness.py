@@ -119,6 +119,7 @@ class Run:
                 "max_steps": 5,
                 "max_staleness": 2,
                 "bypass_window": 2,
+                "keep_trained_steps": 1000,  # for ``weight_from_journal``
                 "heartbeat_interval_s": 0.2,
                 "node_timeout_s": 3,
                 "generate_timeout_s": 20,

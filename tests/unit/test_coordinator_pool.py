@@ -119,6 +119,18 @@ def test_a_generation_that_always_fails_is_given_up():
     check(pool)
 
 
+def test_a_success_between_failures_shows_that_it_is_not_the_system():
+    pool = make_pool(generate_attempts=1, max_failed_in_a_row=2, task_attempts=9, max_staleness=4)
+    pool.admit()
+    for group_id in (0, 2, 4):
+        pool.generation_failed(group_id, "boom")
+        finish(pool, group_id + 1)
+    assert pool.hopeless == ""
+    pool.generation_failed(6, "boom")
+    pool.generation_failed(7, "boom")
+    assert "The last 2 groups failed" in pool.hopeless
+
+
 def test_negative_staleness_is_an_error():
     pool = make_pool()
     pool.admit()
