@@ -22,7 +22,7 @@ from protocol.config import RunConfig
 from protocol.suites import AssertSuite
 from protocol.tasks import Task
 from protocol.verdicts import JudgeResult, Verdict
-from services.coordinator import leases, service, status, updates
+from services.coordinator import leases, service, status, steps, updates, waits
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.journal import Journal
 from services.coordinator.service import Coordinator
@@ -342,7 +342,8 @@ class Learner(Process):
                 self.ended = True
             case m.Ack() if isinstance(request, m.StepCommitted):
                 self.world.on_commit_acked(request.step)
-                self.batch = None
+                if self.trained and request.step == self.step:
+                    self.batch = None
 
 
 class World:
@@ -350,7 +351,7 @@ class World:
 
     def __init__(self, folder: Path, config: CoordinatorConfig, num_tasks: int) -> None:
         self.clock = Clock()
-        self.modules = {module: module.time for module in (leases, service, status, updates)}
+        self.modules = {module: module.time for module in (leases, service, status, steps, updates, waits)}
         for module in self.modules:
             module.time = self.clock  # type: ignore[attr-defined]
         self.loop = asyncio.new_event_loop()
@@ -410,8 +411,9 @@ class World:
         """Make durable what there is; the messages that may leave then."""
         coordinator, outbox = self.coordinator, []
         coordinator._flush()
-        while coordinator._replays:
-            await asyncio.gather(*coordinator._replays)
+        while coordinator.steps._replays:
+            await asyncio.gather(*coordinator.steps._replays)
+        await coordinator.reports.finish()
         while not coordinator._sends.empty():
             durable, messages = coordinator._sends.get_nowait()
             if durable is not None:
@@ -430,8 +432,6 @@ class World:
         if durable:
             for outgoing in self.loop.run_until_complete(self._flush())[:num_sent]:
                 self._deliver(*outgoing)
-        for replay in self.coordinator._replays:
-            replay.cancel()
         self.journal.close()
         self.inbox.clear()
         self.hold = 0

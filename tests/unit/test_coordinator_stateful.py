@@ -36,7 +36,7 @@ CHOICES = st.lists(st.integers(0, 15), max_size=16)
 
 
 def digest(pool):
-    """All that a restart must bring back."""
+    """All that a restart must bring back. (Steps whose samples are kept can be more after it, but never fewer.)"""
     groups = {
         group.group_id: (
             (group.draw, group.task_index, group.admitted_version, group.status, group.step),
@@ -51,8 +51,15 @@ def digest(pool):
         )
         for group in pool.groups.values()
     }
-    counters = (pool.version, pool.next_group_id, dict(pool.task_failures), dict(pool.tasks_out))
-    return counters, groups, pool.ledger.model_dump(), dict(pool.staleness_counts), list(pool._kept_steps)
+    return {
+        "version": pool.version,
+        "next group": pool.next_group_id,
+        "tasks that failed": dict(pool.task_failures),
+        "tasks that are out": dict(pool.tasks_out),
+        "ledger": pool.ledger.model_dump(),
+        "staleness": dict(pool.staleness_counts),
+        "groups": groups,
+    }
 
 
 class Model(World):
@@ -64,7 +71,8 @@ class Model(World):
         self.batches = {}  # step -> what it was made of
         self.step_of = {}  # group -> step
         self.committed = 0  # by what the learner was told
-        self.durable = None  # digest of the pool
+        self.durable = None  # digest of the pool, once something was written
+        self.first_kept_step = 1
         self.out = {}  # tasks that are out
         self.seen_groups = 0  # group ids below it are admitted
         self.slack = 0  # tokens that may be counted twice: their node was taken for dead, or told them to two coordinators
@@ -82,11 +90,14 @@ class Model(World):
         )
         super().crash(durable=durable, num_sent=num_sent)
         if self.durable is not None:
-            assert digest(self.pool) == self.durable, "a restart brought back something else than was written"
+            found = digest(self.pool)
+            changed = {key: (value, found[key]) for key, value in self.durable.items() if found[key] != value}
+            assert not changed, f"a restart brought back something else than was written: {changed}"
+            assert self.pool.first_kept_step <= self.first_kept_step
         self.seen_groups = self.pool.next_group_id
 
     def on_durable(self):
-        self.durable = digest(self.pool)
+        self.durable, self.first_kept_step = digest(self.pool), self.pool.first_kept_step
 
     def on_sample_acked(self, request, serial):
         key = (request.group_id, request.sample_index)
@@ -133,7 +144,7 @@ class Model(World):
         assert failure is None or pool.hopeless, failure
         self._check_status()
         assert pool.version >= self.committed, "an acknowledged commit was undone"
-        steps = [step for step, _, _ in self.coordinator.steps]
+        steps = [step for step, _, _ in self.coordinator.steps.recent]
         assert steps == list(range(1, pool.version + 1))
         places = (config.max_staleness + 1 + pool.version) * config.groups_per_step - config.bypass_window
         assert pool.places_taken <= min(places, config.max_steps * config.groups_per_step)
@@ -259,6 +270,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             node_timeout_s=NODE_TIMEOUT_S,
             generate_timeout_s=6,
             score_timeout_s=4,
+            step_timeout_s=1e9,
             no_progress_timeout_s=1e9,
         )
         self.folder = Path(tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None))  # a disk's syncs would take minutes
@@ -505,7 +517,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             if world.pool.version > before or world.coordinator.state != "running" or (self.learner and self.learner.ended):
                 break
         else:
-            raise AssertionError(f"nothing moves: {digest(world.pool)[1]}")
+            raise AssertionError(f"nothing moves: {digest(world.pool)}")
         if self.exact:
             engines = [node for node in world.nodes if isinstance(node, Rollout)]
             heard_of = sum(node.generated if node.alive else max(node.beaten, node.sent) for node in engines)
