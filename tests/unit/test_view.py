@@ -39,11 +39,8 @@ def test_waits_are_a_table_with_what_is_left_and_circles_below():
 
 
 def status_with(**changes):
-    ledger = dict.fromkeys(
-        ("generated", "trained", "buffered", "in_flight", "filtered", "failed", "duplicate", "lost", "groups_admitted")
-        + ("groups_trained", "groups_filtered", "groups_failed"),
-        0,
-    )
+    names = "trained buffered in_flight filtered failed duplicate lost groups_trained groups_filtered groups_failed"
+    ledger = dict.fromkeys(names.split(), 0)
     ledger |= {"generated": 30, "trained": 10, "buffered": 20, "groups_admitted": 3, "groups_trained": 1}
     return {"ledger": ledger | changes, "groups": {"open": 1, "ready": 1, "batched": 0}}
 
