@@ -345,7 +345,8 @@ class Coordinator:
                 f"The learner's checkpoint is of step {hello.checkpoint_step}, but this run has committed {self.pool.version}: "
                 "it is the checkpoint of another run. Correct run.dir or run.id."
             )
-        if hello.role == "learner" and max(0, hello.checkpoint_step) + 1 < self.pool.first_kept_step:
+        is_new = hello.run_uid == ""  # else it goes on from where it is, not from a checkpoint
+        if hello.role == "learner" and is_new and max(0, hello.checkpoint_step) + 1 < self.pool.first_kept_step:
             return (
                 f"The learner's newest checkpoint is of step {max(0, hello.checkpoint_step)}, and the journal has batches from step "
                 f"{self.pool.first_kept_step} on: newer checkpoints existed and are gone. Restore them to {self.run.run_dir}/checkpoints."

@@ -163,7 +163,7 @@ def test_generations_that_never_end_are_given_to_another_node(tmp_path):
 
 
 def test_a_run_in_which_nothing_happens_ends_with_the_reason(tmp_path):
-    with Run(tmp_path, {"coordinator.no_progress_timeout_s": 2}) as run:
+    with Run(tmp_path, {"coordinator.no_progress_timeout_s": 10}) as run:  # the judge must be in by then
         coordinator, judge = run.start("coordinator"), run.start("reward")
         assert coordinator.exit_code() == 5
         assert "Live nodes: 0 rollout, 1 reward, 0 learner" in coordinator.log.read_text().partition("error: ")[2]
