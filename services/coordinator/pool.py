@@ -284,7 +284,7 @@ class Pool:
             return
         self._failed_in_a_row = 0
         if self.task_failures.pop(group.task_index, 0):
-            self._record("task", group.task_index, 0, None)
+            self._record("task", group.task_index, 0, self.tasks_out.get(group.task_index))
         if (
             config.dynamic_sampling
             and len(set(rewards)) == 1

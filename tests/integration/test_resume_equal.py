@@ -245,7 +245,9 @@ def assert_learns(outcome: dict[str, Any], num_ranks: int) -> None:
     assert len({metrics[step]["train/loss"] for step in metrics}) == STEPS
     assert len(outcome["tensors"]) == num_ranks
     for tensors in outcome["tensors"].values():
-        moments = [tensor for key, tensor in tensors.items() if key.startswith("moment.") and key.endswith("exp_avg_sq")]
+        moments = [
+            tensor for key, tensor in tensors.items() if key.startswith("moment.") and key.endswith("exp_avg_sq")
+        ]
         assert moments
         assert "rng.cpu" in tensors
         assert sum(bool(tensor.any()) for tensor in moments) > len(moments) / 2

@@ -290,14 +290,14 @@ class Learner(Process):
 
     def __init__(self, world: World, life: int, step: int) -> None:
         super().__init__(world, "learner", life)
-        self.step = step
+        self.step = self.began_at = step
         self.batch: m.Batch | None = None
         self.trained = False  # the batch at hand
         self.resync = self.ended = False
 
     def hello_fields(self) -> dict[str, Any]:
-        """Where a restart of it would begin."""
-        return {"checkpoint_step": max(self.world.checkpoints)}
+        """Where this process began."""
+        return {"checkpoint_step": self.began_at}
 
     def ask(self) -> None:
         """For the next batch, unless it waits for something."""
@@ -317,16 +317,13 @@ class Learner(Process):
 
     def _publish(self, reached: list[Rollout]) -> None:
         for node in reached:
-            assert self.step >= node.holds.version, "weights went backwards"
             node.holds = m.VersionTag(version=self.step)
 
     def commit(self) -> None:
         """The step is done."""
         if self.batch is not None and self.trained and not self.pending:
             kept = self.world.checkpoints
-            self.request(
-                m.StepCommitted(step=self.step, metrics={}, checkpoint_step=max(kept), replay_from=min(kept))
-            )
+            self.request(m.StepCommitted(step=self.step, metrics={}, checkpoint_step=max(kept), replay_from=min(kept)))
 
     def on_answer(self, request: m.Message, sent: dict[str, Any], answer: m.Message, arrays: dict[str, Any]) -> None:
         """A batch, or a word on why there is none."""

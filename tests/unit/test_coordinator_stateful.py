@@ -75,7 +75,9 @@ class Model(World):
         self.first_kept_step = 1
         self.out = {}  # tasks that are out
         self.seen_groups = 0  # group ids below it are admitted
-        self.slack = 0  # tokens that may be counted twice: their node was taken for dead, or told them to two coordinators
+        self.slack = (
+            0  # tokens that may be counted twice: their node was taken for dead, or told them to two coordinators
+        )
         super().__init__(folder, config, num_tasks)
 
     @property
@@ -84,9 +86,7 @@ class Model(World):
 
     def crash(self, *, durable, num_sent):
         self.slack += sum(
-            tokens_of(message, arrays)
-            for node in self.live(Rollout)
-            for message, arrays in node.pending.values()
+            tokens_of(message, arrays) for node in self.live(Rollout) for message, arrays in node.pending.values()
         )
         super().crash(durable=durable, num_sent=num_sent)
         if self.durable is not None:
@@ -273,7 +273,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
             step_timeout_s=1e9,
             no_progress_timeout_s=1e9,
         )
-        self.folder = Path(tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None))  # a disk's syncs would take minutes
+        self.folder = Path(
+            tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None)
+        )  # a disk's syncs would take minutes
         self.world = Model(self.folder, config, num_tasks)
         self.exact = True  # nothing has happened that lets tokens go unheard or be counted twice
         self.world.add(Rollout(self.world, "gen0", 0, VersionTag(version=0)))
@@ -302,7 +304,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule(number=PICK)
     def learner_restarts(self, number):
+        """From the newest checkpoint, or from an older one when the newer ones are lost."""
         step = pick(sorted(self.world.checkpoints, reverse=True), number)
+        self.world.checkpoints = {older for older in self.world.checkpoints if older <= step}
         self.world.add(Learner(self.world, next(self.world.lives), step))
 
     @rule(number=PICK, silently=st.booleans())
@@ -393,6 +397,10 @@ class CoordinatorMachine(RuleBasedStateMachine):
         """``missed`` is a bit mask of the engines that the publication doesn't reach."""
         if self.learner:
             engines = [node for i, node in enumerate(self.world.live(Rollout)) if not missed >> i & 1]
+            for node in engines:  # in the middle of a completion
+                for draft in node.leases.values():
+                    if draft.todo:
+                        node.write(draft, 1)
             self.learner.train(engines)
             if told:
                 for node in engines:
@@ -514,7 +522,11 @@ class CoordinatorMachine(RuleBasedStateMachine):
         for _ in range(FAIR_ROUNDS):
             world.fair_round()
             world.check()
-            if world.pool.version > before or world.coordinator.state != "running" or (self.learner and self.learner.ended):
+            if (
+                world.pool.version > before
+                or world.coordinator.state != "running"
+                or (self.learner and self.learner.ended)
+            ):
                 break
         else:
             raise AssertionError(f"nothing moves: {digest(world.pool)}")
