@@ -114,6 +114,9 @@ class Process:
         """The role's own."""
         return {}
 
+    def write_everywhere(self) -> None:
+        """Get into the middle of all completions at hand."""
+
     def receive(self, message: m.Message, re: int, arrays: dict[str, Any]) -> None:
         """What the coordinator sends."""
         if re in self.pending:
@@ -191,6 +194,12 @@ class Rollout(Process):
             draft.segments[-1] = m.Segment(version=last.version, num_tokens=last.num_tokens + num_tokens)
         else:
             draft.segments.append(m.Segment(version=self.holds.version, num_tokens=num_tokens))
+
+    def write_everywhere(self) -> None:
+        """A token of each."""
+        for draft in self.leases.values():
+            if draft.todo:
+                self.write(draft, 1)
 
     def finish(self, lease_id: str, *, text: str, malformed: bool = False) -> None:
         """Send the completion at hand."""

@@ -32,7 +32,8 @@ FAIR_ROUNDS = 80  # heartbeats within which healthy nodes must bring the run on
 TERMS = ("trained", "buffered", "filtered", "failed", "duplicate", "lost", "in_flight")
 NODES = st.integers(0, 2)
 PICK = st.integers(0, 7)
-CHOICES = st.lists(st.integers(0, 15), max_size=16)
+CHOICES = st.lists(st.integers(0, 15), min_size=4, max_size=16)
+NEVER = 5  # as the stage of a round
 
 
 def digest(pool):
@@ -134,6 +135,12 @@ class Model(World):
         assert step == self.pool.version
         assert self.pool.out_of_tasks or step == self.config.max_steps
         assert not self.pool.groups
+
+    def has(self, message, arrays):
+        """Whether the pool has this completion: told again, it must not be counted again."""
+        group = self.pool.groups.get(message.group_id)
+        sample = group.samples.get(message.sample_index) if group else None
+        return sample is not None and sample.arrays["completion_ids"][0] == arrays["completion_ids"][0]
 
     # ---- what must be so at any time ----
 
@@ -314,7 +321,11 @@ class CoordinatorMachine(RuleBasedStateMachine):
         nodes = self.world.live(Rollout) + self.world.live(Reward)
         node = pick(nodes + self.world.live(Learner) if silently else nodes, number)
         if node is not None:
-            if not silently:
+            if silently:
+                node.write_everywhere()
+                node.beat()
+                self.world.pump()
+            else:
                 node.capacity = 0
                 for lease_id in list(node.leases):
                     node.give_up(lease_id, failed=False)
@@ -360,12 +371,15 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def a_request_comes_again(self, number, back, as_new):
         node = pick(self.world.live(Rollout) + self.world.live(Reward), number)
         seq = pick(node.said[::-1], back) if node is not None else None
-        if seq is not None:
-            message, arrays = node.say_again(seq, as_new=as_new)
-            if isinstance(node, Rollout):
-                self.exact = False
-                self.world.slack += tokens_of(message, arrays)
-            self.world.pump()
+        if seq is None:
+            return
+        self.world.pump()
+        message, arrays = node.say_again(seq, as_new=as_new)
+        is_here = isinstance(message, m.SampleResult) and self.world.has(message, arrays)
+        if isinstance(node, Rollout) and not is_here:
+            self.exact = False
+            self.world.slack += tokens_of(message, arrays)
+        self.world.pump()
 
     # ---- training ----
 
@@ -388,7 +402,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             self.learner.request(m.StepCommitted(step=version - step, metrics={}))
             self.world.pump()
 
-    def _ask(self):
+    def _ask(self, _following=None):
         if self.learner:
             self.learner.ask()
             self.world.pump()
@@ -397,10 +411,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         """``missed`` is a bit mask of the engines that the publication doesn't reach."""
         if self.learner:
             engines = [node for i, node in enumerate(self.world.live(Rollout)) if not missed >> i & 1]
-            for node in engines:  # in the middle of a completion
-                for draft in node.leases.values():
-                    if draft.todo:
-                        node.write(draft, 1)
+            for node in engines:
+                node.write_everywhere()
             self.learner.train(engines)
             if told:
                 for node in engines:
@@ -417,9 +429,17 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     # ---- much at once ----
 
-    def _round(self, choices):
-        """Who is missing is started, each lease is answered, and the learner goes on; a choice of 0 is good behaviour."""
+    def _round(self, choices, *, crash_after=NEVER, durable=False, num_sent=0):
+        """Who is missing is started, each lease is answered, and the learner goes on; a choice of 0 is good behaviour. The coordinator
+        may crash after one of these five stages."""
         following = iter(choices)
+        stages = (self._start_missing, self._generate, self._judge_all, self._ask, self._train_and_commit)
+        for number, stage in enumerate(stages):
+            stage(following)
+            if number == crash_after:
+                self.the_coordinator_crashes(durable=durable, num_sent=num_sent)
+
+    def _start_missing(self, _following):
         if not self.learner:
             self.learner_restarts(0)
         if not self.rollout(0):
@@ -429,17 +449,23 @@ class CoordinatorMachine(RuleBasedStateMachine):
         for node in self.world.live(object):
             node.beat()
         self.world.pump()
+
+    def _generate(self, following):
         for node in self.world.live(Rollout):
             for lease_id in list(node.leases):
                 self._answer(node, lease_id, next(following, 0))
         self.world.pump()
+
+    def _judge_all(self, following):
         for node in self.world.live(Reward):
             for lease_id in list(node.leases):
                 self._judge(node, lease_id, next(following, 0))
         self.world.pump()
+
+    def _train_and_commit(self, following):
         choice = next(following, 0)
-        self._ask()
-        self._train(missed=choice & 7, told=choice < 8)
+        if choice < 14:
+            self._train(missed=choice & 7, told=choice < 8)
         if choice < 12:
             self._commit(keep=choice % 3)
 
@@ -447,29 +473,29 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def a_round(self, choices):
         self._round(choices)
 
-    @rule(choices=CHOICES)
-    def another_round(self, choices):
-        """Rules are drawn with equal chances, and most of the time the run should go on."""
-        self._round(choices)
+    @rule(choices=CHOICES, crash_after=st.integers(0, NEVER), durable=st.booleans(), num_sent=st.integers(0, 9))
+    def a_round_with_a_crash(self, choices, crash_after, durable, num_sent):
+        self._round(choices, crash_after=crash_after, durable=durable, num_sent=num_sent)
 
     @rule(first=CHOICES, second=CHOICES)
     def two_rounds(self, first, second):
+        """Rules are drawn with equal chances, and most of the time the run should go on."""
         self._round(first)
         self._round(second)
 
     def _answer(self, node, lease_id, choice):
         draft = node.leases[lease_id]
-        if not draft.todo or choice == 15:
+        if not draft.todo or choice in (13, 15):
             return
         elif choice == 14:
             node.finish(lease_id, text="m", malformed=True)
-        elif choice >= 12:
-            node.give_up(lease_id, failed=choice == 12)
+        elif choice == 12:
+            node.give_up(lease_id, failed=len(node.said) % 2 == 0, permanent=len(node.said) % 4 == 0)
         elif choice == 11:
             node.write(draft, 2)
         else:
             for index in draft.todo[:1] if choice == 10 else list(draft.todo):
-                node.finish(lease_id, text="same" if choice == 9 else f"t{index}")
+                node.finish(lease_id, text="same" if choice in (8, 9) else f"t{index}")
 
     def _judge(self, node, lease_id, choice):
         if choice >= 14:
@@ -509,7 +535,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
     def _goes_on(self):
-        """With healthy nodes, the next step comes; or the run is over, or says why it can't go on."""
+        """With healthy nodes the next steps come, so many that no group can be passed by them all; or the run is over, or says
+        why it can't go on."""
         world = self.world
         world.hold = 0
         world.pump()
@@ -518,12 +545,12 @@ class CoordinatorMachine(RuleBasedStateMachine):
             world.add(Learner(world, next(world.lives), max(world.checkpoints)))
         world.add(Rollout(world, "healthy", next(world.lives), VersionTag(version=0)))
         world.add(Reward(world, "honest", next(world.lives)))
-        before = world.pool.version
+        goal = world.pool.version + 1 + math.ceil(world.config.bypass_window / world.config.groups_per_step)
         for _ in range(FAIR_ROUNDS):
             world.fair_round()
             world.check()
             if (
-                world.pool.version > before
+                world.pool.version >= goal
                 or world.coordinator.state != "running"
                 or (self.learner and self.learner.ended)
             ):
