@@ -121,8 +121,10 @@ class CutRun(Run):
     def cut(self, *names: str) -> None:
         """Kill processes at one moment, with all that they started, and start them again."""
         pids = [pid for name in names for pid in (self.now[name].process.pid, *descendants(self.now[name].process.pid))]
+        assert all(self.now[name].process.poll() is None for name in names), self.logs()
         for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # a judge's short-lived child
+                os.kill(pid, signal.SIGKILL)
         for name in names:
             self.now[name].process.wait()
         self.start_roles(*names)

@@ -248,7 +248,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @initialize(
         sizes=st.tuples(st.integers(2, 3), st.integers(1, 3), st.integers(0, 3)),
-        window=st.floats(0, 1),
+        window=st.sampled_from([0, 0.5, 1]),
         lengths=st.tuples(st.integers(1, 6), st.sampled_from([2, 6, 40]), st.integers(0, 1)),
         tries=st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 2)),
         filters=st.tuples(st.booleans(), st.integers(0, 3)),
@@ -344,11 +344,12 @@ class CoordinatorMachine(RuleBasedStateMachine):
             if node is not silent_node:
                 node.beat()
         world.pump()
-        if silent_node is not None:
-            self.exact = False
-            known = world.coordinator.members.by_identity(silent_node.identity)
-            world.slack += known.tokens_in_flight if known else 0  # written off, and they may still come
+        known = silent_node and world.coordinator.members.by_identity(silent_node.identity)
+        in_flight = known.tokens_in_flight if known else 0
         world.coordinator._expire(world.clock.now)
+        if known and not world.coordinator.members.by_identity(known.identity):
+            self.exact = False
+            world.slack += in_flight  # written off, and they may still come
         world.pump()
 
     # ---- one lease ----
@@ -376,9 +377,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.world.pump()
         message, arrays = node.say_again(seq, as_new=as_new)
         is_here = isinstance(message, m.SampleResult) and self.world.has(message, arrays)
-        if isinstance(node, Rollout) and not is_here:
-            self.exact = False
-            self.world.slack += tokens_of(message, arrays)
+        if isinstance(node, Rollout):
+            self.exact = False  # under a new number it is more than the node says to have generated
+            self.world.slack += 0 if is_here else tokens_of(message, arrays)
         self.world.pump()
 
     # ---- training ----
@@ -565,7 +566,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
 
 CoordinatorMachine.TestCase.settings = settings(
-    max_examples=SEARCH or 60,
+    max_examples=SEARCH or 200,
     stateful_step_count=50,
     deadline=None,
     print_blob=True,
