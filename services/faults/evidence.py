@@ -20,6 +20,7 @@ from typing import Any
 from common.errors import ProtocolError
 from protocol.codec import Received, decode
 from protocol.messages import Ack, Batch, SampleResult, ScoreResult, StepCommitted
+from services.faults.processes import events_in
 from services.faults.proxy import Seen
 
 Key = tuple[int, int]  # group, sample index
@@ -271,6 +272,11 @@ def weight_from_journal(path: Path, *, run_id: str, steps: int) -> float:
         return policy.weight
     finally:
         journal.close()
+
+
+def log_events(log: Path) -> list[dict[str, Any]]:
+    """The log events of a role, of all its lives."""
+    return events_in(log.read_text(errors="replace")) if log.exists() else []
 
 
 def closes(status: dict[str, Any]) -> str:

@@ -139,6 +139,11 @@ class Run:
             self.wait_for_nodes(*early, *nodes, "judge")
         return roles | {"learner": self.start("learner")}
 
+    def start_all_but(self, *roles: str) -> dict[str, Role]:
+        """As ``start_all``, without ``roles``."""
+        fleet = {"coordinator": "coordinator", "judge": "reward", "a": "rollout", "learner": "learner"}
+        return {name: self.start(role, name) for name, role in fleet.items() if role not in roles}
+
     def forebay(self, *words: str) -> Role:
         """The ``forebay`` command."""
         return self.spawn("forebay-" + words[0], [sys.executable, "-m", "services.cli", *words])
@@ -151,7 +156,12 @@ class Run:
 
     def again(self, role: Role) -> Role:
         """Start what has ended once more, with the same command."""
-        fresh = Role(role.name, role.argv, role.log, env=self.env)
+        return self.again_with(role)
+
+    def again_with(self, role: Role, *overrides: str) -> Role:
+        """Likewise, with more ``--set`` at the end, which win."""
+        argv = [*role.argv, *(word for text in overrides for word in ("--set", text))]
+        fresh = Role(role.name, argv, role.log, env=self.env)
         self.roles.append(fresh)
         return fresh
 

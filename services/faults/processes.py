@@ -82,7 +82,7 @@ class Role:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """What this process has logged under ``name``."""
-        return [event for event in _log_events(self.output()) if event["event"] == name]
+        return [event for event in events_in(self.output()) if event["event"] == name]
 
     def error(self) -> str:
         """The paragraph that it ended with, or ''."""
@@ -99,7 +99,8 @@ class Role:
         self.process.wait()
 
 
-def _log_events(text: str) -> list[dict[str, Any]]:
+def events_in(text: str) -> list[dict[str, Any]]:
+    """The events among the lines of a role's output."""
     events = []
     for line in text.splitlines():
         if line.startswith("{"):

@@ -202,7 +202,9 @@ def make_policy(run: RunConfig, config: LearnerConfig) -> Policy:
     if config.policy == "fake":
         from services.learner.fake_policy import FakePolicy
 
-        return FakePolicy(step_s=config.fake_step_s)
+        return FakePolicy(
+            step_s=config.fake_step_s, die_at_step=config.fake_die_at_step, gap_alarm=config.fake_gap_alarm
+        )
     from services.learner.megatron.policy import MegatronPolicy
 
     return MegatronPolicy(
