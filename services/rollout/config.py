@@ -22,8 +22,12 @@ class FakeEngineConfig(StrictModel):
     dies_on: str = ""  # the process kills itself, as an engine does that crashes
     slow_on: str = ""  # each token takes 20 times as long
     update_s: float = Field(default=0.0, ge=0)  # an update takes so long at least
-    keep_weights_from: int = Field(default=0, ge=0)  # from this version on it says that it has the new weights, and keeps the old
-    logprobs_tell_weights: bool = False  # log-probabilities depend on the weights, as a model's do (learner.fake_gap_alarm)
+    keep_weights_from: int = Field(
+        default=0, ge=0
+    )  # from this version on it says that it has the new weights, and keeps the old
+    logprobs_tell_weights: bool = (
+        False  # log-probabilities depend on the weights, as a model's do (learner.fake_gap_alarm)
+    )
 
 
 class RolloutConfig(StrictModel):

@@ -22,7 +22,6 @@ from protocol.versions import Segment, VersionTag
 from services.rollout.config import FakeEngineConfig
 from services.rollout.engine import Completion, PromptTooLong
 
-
 SLOWER = 20  # times, of prompts that are slow
 
 

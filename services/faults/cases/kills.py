@@ -161,7 +161,13 @@ def _resume_late(scene: Scene) -> None:
     assert max(map(int, scene.run.summary()["staleness_counts"])) <= scene.run.config["coordinator"]["max_staleness"]
 
 
-_FLEET = (("coordinator", "coordinator"), ("reward", "judge"), ("rollout", "a"), ("rollout", "b"), ("learner", "learner"))
+_FLEET = (
+    ("coordinator", "coordinator"),
+    ("reward", "judge"),
+    ("rollout", "a"),
+    ("rollout", "b"),
+    ("learner", "learner"),
+)
 
 
 def _restored_full_batch(scene: Scene) -> None:
@@ -217,7 +223,9 @@ def _name(victim: str, moment: str) -> str:
 def _kill_case(victim: str, moment: str, stage: str, short: str, **extra: Any) -> Case:
     role = {"a": "rollout node", "judge": "reward node"}.get(victim, victim)
     check = extra.pop("check", None)
-    return Case(_name(victim, short), stage, f"kill -9 of the {role} {moment}", _kill(victim, moment, check=check), **extra)
+    return Case(
+        _name(victim, short), stage, f"kill -9 of the {role} {moment}", _kill(victim, moment, check=check), **extra
+    )
 
 
 CASES = [
