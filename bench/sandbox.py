@@ -40,6 +40,7 @@ from bench.corpora import REFERENCE_S, ROOT, Completion, completions, fenced, sa
 from bench.load import burners
 from protocol import messages as m
 from protocol.channel import CoordinatorSocket
+from protocol.codec import Received
 from protocol.suites import TestSuite, parse_suite
 from protocol.verdicts import JudgeResult
 from protocol.versions import VersionTag
@@ -254,35 +255,38 @@ class Coordinator:
             suite_hash=suite.content_hash,
             timeout_s=60,
         )
-        await self._router.send(self._node, lease)
+        self._router.send(self._node, lease)
         return await future
 
     async def shut_down(self) -> None:
         """Tell the node to leave."""
-        await self._router.send(self._node, m.Shutdown(reason="measured"))
+        self._router.send(self._node, m.Shutdown(reason="measured"))
 
     async def serve(self) -> None:
         """Answer the node, for ever."""
         while True:
-            sender, received = await self._router.recv()
-            match received.message:
-                case m.Hello() as hello:
-                    self._node = sender
-                    welcome = m.Welcome(
-                        run_uid="bench", tag=VersionTag(version=0), heartbeat_interval_s=2, node_timeout_s=30
-                    )
-                    await self._router.send(sender, welcome, re=received.seq)
-                    if not self.joined.done():
-                        self.joined.set_result(hello)
-                case m.Heartbeat():
-                    await self._router.send(sender, m.HeartbeatAck(), re=received.seq)
-                case m.SuiteRequest() as request:
-                    data = {"json_utf8": np.frombuffer(self._suites[request.suite_hash].to_json(), dtype=np.uint8)}
-                    answer = m.Suite(suite_hash=request.suite_hash)
-                    await self._router.send(sender, answer, re=received.seq, arrays=data)
-                case m.ScoreResult() as result:
-                    await self._router.send(sender, m.Ack(), re=received.seq)
-                    self._open.pop(result.lease_id).set_result(result.result)
+            for sender, received in await self._router.recv():
+                self._answer(sender, received)
+
+    def _answer(self, sender: bytes, received: Received) -> None:
+        match received.message:
+            case m.Hello() as hello:
+                self._node = sender
+                welcome = m.Welcome(
+                    run_uid="bench", tag=VersionTag(version=0), heartbeat_interval_s=2, node_timeout_s=30
+                )
+                self._router.send(sender, welcome, re=received.seq)
+                if not self.joined.done():
+                    self.joined.set_result(hello)
+            case m.Heartbeat():
+                self._router.send(sender, m.HeartbeatAck(), re=received.seq)
+            case m.SuiteRequest() as request:
+                data = {"json_utf8": np.frombuffer(self._suites[request.suite_hash].to_json(), dtype=np.uint8)}
+                answer = m.Suite(suite_hash=request.suite_hash)
+                self._router.send(sender, answer, re=received.seq, arrays=data)
+            case m.ScoreResult() as result:
+                self._router.send(sender, m.Ack(), re=received.seq)
+                self._open.pop(result.lease_id).set_result(result.result)
 
 
 def _free_port() -> int:

@@ -14,7 +14,7 @@ import itertools
 import os
 import socket
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from protocol.security import Keys
 log = structlog.get_logger()
 
 HIGH_WATER_MARK = 10_000  # messages for one peer
+MAX_TAKEN = 512  # messages at one wake-up: what else the loop has to do comes in between
 HELLO_AGAIN_S = 5.0  # a hello or its answer may be lost with a coordinator that dies
 
 
@@ -42,8 +43,15 @@ def is_loopback(address: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
+Outgoing = tuple[bytes, Message, int, Mapping[str, Array] | None]  # identity, message, seq that it answers or 0, arrays
+
+
 class CoordinatorSocket:
-    """ROUTER: messages in with the sender's identity, messages out to an identity. Bad frames are refused, not raised."""
+    """ROUTER: messages in with the sender's identity, messages out to an identity. Bad frames are refused, not raised.
+
+    A plain socket under asyncio's selector, not ``zmq.asyncio``: one wake-up takes in all that has arrived, and sending never
+    waits. Frames are copied: they are small against the cost of ZeroMQ's bookkeeping for those that are not.
+    """
 
     def __init__(self, bind: str, run_id: str, *, keys: Keys | None = None) -> None:
         """Bind; with ``keys``, only their holders get in.
@@ -52,8 +60,10 @@ class CoordinatorSocket:
             ConfigError: the address is taken or malformed.
         """
         self.run_id = run_id
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        self._context = zmq.asyncio.Context()  # the authenticator's; our socket is a plain one
+        self._socket: Any = zmq.Socket(
+            self._context, zmq.ROUTER
+        )  # pyzmq's types know sockets of its own kind of context only
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
@@ -61,6 +71,8 @@ class CoordinatorSocket:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_ARRAY_BYTES)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._seq = itertools.count(1)
+        self._loop = asyncio.get_running_loop()
+        self._arrival = asyncio.Event()
         self._authenticator = None if keys is None else keys.authenticator(self._context)
         if keys is not None:
             keys.secure_server(self._socket)
@@ -72,31 +84,58 @@ class CoordinatorSocket:
                 f"The coordinator can't listen on {bind}: {error.strerror}. "
                 "If another run is using the port, stop it or choose another with --set run.address=tcp://HOST:PORT."
             ) from None
+        self._loop.add_reader(self._socket.FD, self._arrival.set)
 
-    async def recv(self) -> tuple[bytes, Received]:
-        """The next good message and the identity it came from. Bad ones are answered with ``Refused`` and logged."""
+    async def recv(self) -> list[tuple[bytes, Received]]:
+        """All good messages that have arrived, at least one, with the identities that they came from.
+
+        Bad ones are answered with ``Refused`` and logged.
+        """
         while True:
-            identity, *frames = await self._socket.recv_multipart(copy=False)
-            sender = bytes(identity.buffer)
+            self._arrival.clear()
+            if messages := self._take():
+                return messages
+            await self._arrival.wait()
+
+    def _take(self) -> list[tuple[bytes, Received]]:
+        messages = []
+        for _ in range(MAX_TAKEN):
             try:
-                received = decode([frame.buffer for frame in frames])
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            try:
+                received = decode(frames)
                 if received.run_id not in ("", self.run_id):
                     raise ProtocolError(
                         f"This coordinator serves run {self.run_id!r}; the message is of run {received.run_id[:64]!r}. "
                         "Two runs share an address, or the config names another run."
                     )
-                return sender, received
+                messages.append((identity, received))
             except ProtocolError as error:
-                log.warning("message_refused", peer=sender.decode(errors="replace"), reason=str(error))
-                await self.send(sender, Refused(reason=str(error)))
+                log.warning("message_refused", peer=identity.decode(errors="replace"), reason=str(error))
+                self.send(identity, Refused(reason=str(error)))
+        return messages
 
-    async def send(
+    def send(
         self, identity: bytes, message: Message, *, re: int = 0, arrays: Mapping[str, Array] | None = None
     ) -> bool:
-        """Send; False when the peer is gone (its leases will expire, and its requests come again)."""
+        """Send; False when the peer is gone or doesn't read (its leases will expire, and its requests come again)."""
+        try:
+            return self._send(identity, message, re, arrays)
+        finally:
+            self._look_again()
+
+    def send_all(self, messages: Iterable[Outgoing]) -> None:
+        """``send`` each."""
+        for identity, message, re, arrays in messages:
+            self._send(identity, message, re, arrays)
+        self._look_again()
+
+    def _send(self, identity: bytes, message: Message, re: int, arrays: Mapping[str, Array] | None) -> bool:
         frames = encode(message, run_id=self.run_id, seq=next(self._seq), re=re, arrays=arrays)
         try:
-            await self._socket.send_multipart([identity, *frames], copy=False)
+            self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=arrays is None)
         except zmq.ZMQError as error:
             log.info(
                 "peer_unreachable", peer=identity.decode(errors="replace"), kind=message.kind, error=error.strerror
@@ -104,8 +143,14 @@ class CoordinatorSocket:
             return False
         return True
 
+    def _look_again(self) -> None:
+        """ZeroMQ's descriptor tells of a change once, and sending may have taken that in."""
+        if self._socket.EVENTS & zmq.POLLIN:
+            self._arrival.set()
+
     def close(self) -> None:
         """Close the socket; queued answers get up to one second to leave."""
+        self._loop.remove_reader(self._socket.FD)
         self._socket.close()
         if self._authenticator is not None:
             self._authenticator.stop()

@@ -7,13 +7,14 @@ in a fixed table, so bytes from the wire never choose what code runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from common.errors import ProtocolError
 from protocol.messages import PROTOCOL_VERSION, Message, all_messages
@@ -28,18 +29,16 @@ DTYPES = {"int32": "<i4", "int64": "<i8", "float32": "<f4", "uint8": "|u1"}
 _KINDS = all_messages()
 
 
-class Header(BaseModel):
+@dataclass(frozen=True, slots=True)
+class Header:
     """Frame 0. ``seq`` numbers the sender's messages; ``re`` is the ``seq`` that this one answers (0: none)."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    protocol: int
     kind: str
     run_id: str
-    seq: int = 0
-    re: int = 0
-    body: dict[str, Any] = {}
-    arrays: list[tuple[str, str, list[int]]] = []
+    seq: int
+    re: int
+    body: dict[str, Any]
+    arrays: list[tuple[str, str, list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +121,40 @@ def _decode_header(frames: Sequence[bytes | memoryview]) -> Header:
         raw = msgpack.unpackb(frames[0], raw=False, strict_map_key=True)
     except Exception as error:  # msgpack raises many types on hostile bytes; all of them mean one thing
         raise ProtocolError(f"The header is not msgpack: {type(error).__name__}.") from None
-    if isinstance(raw, dict) and raw.get("protocol") != PROTOCOL_VERSION:
+    if not isinstance(raw, dict):
+        raise ProtocolError(f"The header is malformed: a {type(raw).__name__}, not a map.")
+    if raw.get("protocol") != PROTOCOL_VERSION:
         raise ProtocolError(
             f"Protocol version {str(raw.get('protocol'))[:20]} met version {PROTOCOL_VERSION}: "
             "all processes of a run must be of the same Forebay release."
         )
-    try:
-        return Header.model_validate(raw)
-    except ValidationError as error:
-        raise ProtocolError(f"The header is malformed: {error.errors(include_url=False)[0]['msg']}.") from None
+    # By hand, not a model: every message passes here, and five fields of plain types need no more.
+    for name, (kind, default) in _HEADER_FIELDS.items():
+        if type(raw.setdefault(name, default)) is not kind:
+            raise ProtocolError(f"The header is malformed: {name} must be {kind.__name__}.")
+    if not all(_is_array_spec(spec) for spec in raw["arrays"]):
+        raise ProtocolError("The header is malformed: arrays must be of (name, dtype, shape).")
+    return Header(**{name: raw[name] for name in _HEADER_FIELDS})
+
+
+_HEADER_FIELDS: dict[str, tuple[type, Any]] = {
+    "kind": (str, None),
+    "run_id": (str, None),
+    "seq": (int, 0),
+    "re": (int, 0),
+    "body": (dict, {}),
+    "arrays": (list, []),
+}
+
+
+def _is_array_spec(spec: Any) -> bool:
+    return (
+        isinstance(spec, list)
+        and len(spec) == 3
+        and type(spec[0]) is type(spec[1]) is str
+        and isinstance(spec[2], list)
+        and all(type(size) is int for size in spec[2])
+    )
 
 
 def _view(kind: str, name: str, spec: Sequence[Any], frame: bytes | memoryview) -> Array:
@@ -138,7 +162,7 @@ def _view(kind: str, name: str, spec: Sequence[Any], frame: bytes | memoryview) 
     dtype = DTYPES.get(dtype_name)
     if dtype is None or any(size < 0 for size in shape):
         raise ProtocolError(f"{kind}.{name}: dtype {str(dtype_name)[:16]!r} with shape {shape} doesn't travel.")
-    expected = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize if shape else np.dtype(dtype).itemsize
+    expected = math.prod(shape) * np.dtype(dtype).itemsize
     if len(frame) != expected or expected > MAX_ARRAY_BYTES:
         raise ProtocolError(f"{kind}.{name}: {len(frame)} bytes, but {dtype_name}{shape} takes {expected}.")
     array = np.frombuffer(frame, dtype=dtype).reshape(shape)

@@ -41,6 +41,16 @@ class WaitInfo(BaseModel):
     deadline_s: float | None = None
 
 
+class OpenLease(BaseModel):
+    """A lease that a node holds when it says hello again: ``sample_index`` None: of a group to generate; else: to score."""
+
+    model_config = ConfigDict(frozen=True)
+
+    lease_id: str
+    group_id: int
+    sample_index: int | None = None
+
+
 # ---- any node <-> coordinator: membership ----------------------------------------------------------------------------
 
 
@@ -59,6 +69,7 @@ class Hello(Message):
     checkpoint_step: int = -1  # learner only: the step its weights are at
     num_workers: int = 0  # rollout only: engine workers that take weights, one rank of a sync group each
     isolation: str = ""  # reward only: what its sandbox is made of
+    open_leases: list[OpenLease] = []  # of an earlier session: a coordinator that restarted lets them stand
 
 
 class Welcome(Message):
@@ -284,7 +295,8 @@ class Batch(Message):
 
     step: int
     samples: list[BatchSample]
-    replay: bool = False  # the step was committed before: train it again, publish nothing
+    replay: bool = False  # the step was committed before: train it again
+    publish: bool = True  # its version is for the engines; of a replay, only the last one is
 
 
 class EndOfData(Message):
@@ -311,6 +323,7 @@ class StepCommitted(Message):
     step: int
     metrics: dict[str, float]
     checkpoint_step: int = -1  # newest step that a restart of the learner can resume from
+    replay_from: int = -1  # oldest step of a checkpoint that is kept: samples of steps up to it are not asked for again
 
 
 class LearnerDone(Message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -72,3 +73,11 @@ def _with_solution(task: Task) -> Task:
     if task.reference is None or task.tests.solution is not None:
         return task
     return task.model_copy(update={"tests": task.tests.model_copy(update={"solution": task.reference})})
+
+
+def fingerprint(tasks: list[Task]) -> str:
+    """Name of the content of a task list: a run's cursor counts in it, so it must stay the same."""
+    digest = hashlib.blake2b(digest_size=16)
+    for task in tasks:
+        digest.update(json.dumps([task.task_id, task.prompt, task.tests.content_hash]).encode())
+    return digest.hexdigest()

@@ -15,7 +15,9 @@ from services.coordinator.groups import Group
 _ARRAYS = ("prompt_ids", "completion_ids", "logprobs")
 
 
-def make_batch(step: int, groups: Sequence[Group], *, replay: bool) -> tuple[Batch, dict[str, Array]]:
+def make_batch(
+    step: int, groups: Sequence[Group], *, replay: bool, publish: bool = True
+) -> tuple[Batch, dict[str, Array]]:
     """The batch of ``step`` with its concatenated arrays; only judged samples take part."""
     chosen = [(group, sample) for group in groups for sample in group.judged()]
     samples = [
@@ -31,7 +33,7 @@ def make_batch(step: int, groups: Sequence[Group], *, replay: bool) -> tuple[Bat
         if sample.result is not None
     ]
     arrays = {name: np.concatenate([sample.arrays[name] for _, sample in chosen]) for name in _ARRAYS}
-    return Batch(step=step, samples=samples, replay=replay), arrays
+    return Batch(step=step, samples=samples, replay=replay, publish=publish), arrays
 
 
 def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:

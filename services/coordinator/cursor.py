@@ -17,7 +17,7 @@ class TaskCursor:
     """Draw ``n`` (from 0) -> the task index of that draw."""
 
     def __init__(self, num_tasks: int, *, seed: int, shuffle: bool, max_epochs: int) -> None:
-        self._num_tasks = num_tasks
+        self.num_tasks = num_tasks
         self._seed = seed
         self._shuffle = shuffle
         self._max_draws = max_epochs * num_tasks or None
@@ -28,7 +28,7 @@ class TaskCursor:
         """The task of ``draw``, or None past the last epoch."""
         if self._max_draws is not None and draw >= self._max_draws:
             return None
-        epoch, position = divmod(draw, self._num_tasks)
+        epoch, position = divmod(draw, self.num_tasks)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, task_order(self._num_tasks, epoch, seed=self._seed, shuffle=self._shuffle)
+            self._epoch, self._order = epoch, task_order(self.num_tasks, epoch, seed=self._seed, shuffle=self._shuffle)
         return self._order[position]

@@ -44,8 +44,10 @@ class Sample:
     finish_reason: str
     segments: list[Segment]
     arrays: dict[str, Array]
+    lease_id: str = ""  # that it came under; empty: in an earlier life of this coordinator
     result: JudgeResult | None = None
     score_attempts: int = 0
+    deaths: int = 0  # reward nodes that died while they had it
     avoid_nodes: set[str] = field(default_factory=set)  # reward nodes that failed on it
     lost: bool = False  # scoring failed for good: the group goes on without it
 
@@ -67,8 +69,10 @@ class Group:
     step: int | None = None
     overtaken: int = 0
     generate_attempts: int = 0
+    deaths: int = 0  # rollout nodes that died while they had it
     avoid_nodes: set[str] = field(default_factory=set)  # rollout nodes that failed on it
     samples: dict[int, Sample] = field(default_factory=dict)
+    error: str = ""  # why the last of its lost samples could not be judged
 
     def missing(self, group_size: int) -> list[int]:
         """Sample indices without a completion yet."""

@@ -1,23 +1,31 @@
 """The journal: one SQLite database that holds everything a restarted coordinator needs.
 
 One thread owns the connection and writes whatever is queued in one transaction, so a hundred acknowledgements cost one sync.
-WAL mode with ``synchronous=FULL``: a committed transaction survives kill -9 and a power cut (https://sqlite.org/pragma.html).
+WAL mode with ``synchronous=FULL``: a committed transaction survives kill -9 and a power cut (https://sqlite.org/pragma.html). A full disk
+is waited out. Rows are only ever added and marked, and deleted when no replay can ask for them; a journal that can't be used is
+refused as it lies there, for it may be mended.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import queue
+import shutil
 import sqlite3
 import threading
+import time
 import uuid
-from collections.abc import Sequence
+import zlib
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import structlog
 
 from common.errors import ConfigError, ForebayError
 from protocol.verdicts import JudgeResult
@@ -26,47 +34,68 @@ from services.coordinator.groups import Group, GroupStatus, Sample
 from services.coordinator.ledger import Ledger
 from services.coordinator.pool import LIVE, PoolState, Record
 
-SCHEMA_VERSION = 1
+log = structlog.get_logger()
+
+SCHEMA_VERSION = 2
+SPACE_POLL_S = 0.5  # between two tries to write to a full disk
+_GROUP_STRIDE = 4096  # sample_id = group_id * stride + sample_index: rows of a group lie together, old ones first
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups (
     group_id INTEGER PRIMARY KEY, draw INTEGER NOT NULL, task_index INTEGER NOT NULL, admitted_version INTEGER NOT NULL,
-    status TEXT NOT NULL, step INTEGER, overtaken INTEGER NOT NULL DEFAULT 0);
+    status TEXT NOT NULL, step INTEGER, overtaken INTEGER NOT NULL DEFAULT 0, attempts INTEGER NOT NULL DEFAULT 0,
+    deaths INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX groups_by_step ON groups (step);
+CREATE INDEX live_groups ON groups (status) WHERE status IN ('open', 'ready', 'batched');
 CREATE TABLE samples (
-    group_id INTEGER NOT NULL, sample_index INTEGER NOT NULL, text TEXT NOT NULL, finish_reason TEXT NOT NULL,
-    segments TEXT NOT NULL, prompt_ids BLOB NOT NULL, completion_ids BLOB NOT NULL, logprobs BLOB NOT NULL,
-    result TEXT, lost INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (group_id, sample_index)) WITHOUT ROWID;
-CREATE TABLE steps (step INTEGER PRIMARY KEY, group_ids TEXT NOT NULL, committed_at REAL, metrics TEXT);
+    sample_id INTEGER PRIMARY KEY, text TEXT NOT NULL, finish_reason TEXT NOT NULL, segments TEXT NOT NULL,
+    num_prompt_tokens INTEGER NOT NULL, arrays BLOB NOT NULL, crc32 INTEGER NOT NULL);
+CREATE TABLE results (sample_id INTEGER PRIMARY KEY, result TEXT NOT NULL);
+CREATE TABLE unjudged (sample_id INTEGER PRIMARY KEY, attempts INTEGER NOT NULL DEFAULT 0, deaths INTEGER NOT NULL DEFAULT 0,
+    lost INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE steps (step INTEGER PRIMARY KEY, group_ids TEXT NOT NULL, ages TEXT NOT NULL, committed_at REAL, metrics TEXT);
+CREATE TABLE tasks (task_index INTEGER PRIMARY KEY, failures INTEGER NOT NULL, out TEXT);
 CREATE TABLE events (at REAL NOT NULL, kind TEXT NOT NULL, data TEXT NOT NULL);
 """
 
+_NOW = "(julianday('now') - 2440587.5) * 86400.0"
+_ID = "? * 4096 + ?"
+
+# In the order in which the kinds of one transaction are written; within a kind the order of events is kept.
 STATEMENTS = {
     "group": "INSERT INTO groups (group_id, draw, task_index, admitted_version, status) VALUES (?, ?, ?, ?, ?)",
+    "sample": f"INSERT INTO samples VALUES ({_ID}, ?, ?, ?, ?, ?, ?)",
+    "result": f"INSERT INTO results VALUES ({_ID}, ?)",
+    "attempts": "UPDATE groups SET attempts = ?, deaths = ? WHERE group_id = ?",
+    "score_attempts": "INSERT INTO unjudged (attempts, deaths, sample_id) VALUES (?, ?, ? * 4096 + ?) "
+    "ON CONFLICT DO UPDATE SET attempts = excluded.attempts, deaths = excluded.deaths",
+    "sample_lost": f"INSERT INTO unjudged (sample_id, lost) VALUES ({_ID}, 1) ON CONFLICT DO UPDATE SET lost = 1",
     "status": "UPDATE groups SET status = ?, step = ?, overtaken = ? WHERE group_id = ?",
-    "sample": "INSERT INTO samples (group_id, sample_index, text, finish_reason, segments, prompt_ids, completion_ids, logprobs) "
-    "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-    "result": "UPDATE samples SET result = ?3 WHERE group_id = ?1 AND sample_index = ?2",
-    "sample_lost": "UPDATE samples SET lost = 1 WHERE group_id = ? AND sample_index = ?",
-    "step": "INSERT INTO steps (step, group_ids) VALUES (?, ?)",
-    "commit": "UPDATE steps SET metrics = ?1, committed_at = (julianday('now') - 2440587.5) * 86400.0 WHERE step = ?2",
-    "event": "INSERT INTO events (at, kind, data) VALUES ((julianday('now') - 2440587.5) * 86400.0, ?, ?)",
+    "step": "INSERT INTO steps (step, group_ids, ages) VALUES (?, ?, ?)",
+    "commit": f"UPDATE steps SET metrics = ?1, committed_at = {_NOW} WHERE step = ?2",
+    "task": "INSERT INTO tasks VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET failures = excluded.failures, out = excluded.out",
+    "event": f"INSERT INTO events (at, kind, data) VALUES ({_NOW}, ?, ?)",
     "ledger": "INSERT INTO meta VALUES ('ledger', ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
     "meta": "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+    "forget_samples": "DELETE FROM samples WHERE sample_id < ? * 4096",
+    "forget_results": "DELETE FROM results WHERE sample_id < ? * 4096",
 }
 
 _Item = tuple[Sequence[Record], asyncio.Future[None] | None]
 
 
 class Journal:
-    """Open or create the journal of a run.
+    """Open or create the journal of a run. ``fixed`` are settings that the run was begun with and can't change.
 
     Raises:
-        ConfigError: the file is of another run, of another schema, is damaged, or is in use by another coordinator.
+        ConfigError: the file is of another run, of another schema, of other settings, is damaged, or is in use by another
+            coordinator. Nothing in it was changed.
     """
 
-    def __init__(self, path: Path, *, run_id: str) -> None:
+    def __init__(
+        self, path: Path, *, run_id: str, fixed: Mapping[str, Any] | None = None, disk_timeout_s: float = 600.0
+    ) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = path.with_suffix(".lock").open("w")  # SQLite's own exclusive mode would shut out readers, too
@@ -77,31 +106,34 @@ class Journal:
             raise ConfigError(f"Another coordinator has the journal {path} open. Stop it first.") from None
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=2.0)
         try:
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
-            self._create_or_check(run_id)
-        except sqlite3.DatabaseError as error:
-            self._db.close()
-            self._lock.close()
-            raise ConfigError(
-                f"The journal {path} can't be used: {error}. Nothing in it was changed. Restore it from a copy, or start "
-                "a new run with another run.id."
-            ) from None
+            with self._reading():
+                self._db.execute("PRAGMA page_size = 8192")  # a sample of a thousand tokens has 8 kB of arrays
+                self._db.execute("PRAGMA journal_mode = WAL")
+                self._db.execute("PRAGMA synchronous = FULL")
+                self._create_or_check(run_id, dict(fixed or {}))
         except ConfigError:
             self._db.close()
             self._lock.close()
             raise
+        self._disk_timeout_s = disk_timeout_s
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._closing = False
+        self.full_since: float | None = None  # of time.monotonic, while the disk is full
         self.failure: ForebayError | None = None
         self._thread = threading.Thread(target=self._write_loop, name="journal", daemon=True)
         self._thread.start()
 
-    def _create_or_check(self, run_id: str) -> None:
+    def _create_or_check(self, run_id: str, fixed: dict[str, Any]) -> None:
         tables = {row[0] for row in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         if not tables:
             self._db.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
-            for key, value in (("schema", str(SCHEMA_VERSION)), ("run_id", run_id), ("run_uid", uuid.uuid4().hex)):
-                self._db.execute(STATEMENTS["meta"], (key, value))
+            begun = {
+                "schema": SCHEMA_VERSION,
+                "run_id": run_id,
+                "run_uid": uuid.uuid4().hex,
+                "fixed": json.dumps(fixed),
+            }
+            self._db.executemany(STATEMENTS["meta"], [(key, str(value)) for key, value in begun.items()])
         self.meta = (
             dict(self._db.execute("SELECT key, value FROM meta").fetchall()) if not tables or "meta" in tables else {}
         )
@@ -110,6 +142,33 @@ class Journal:
                 f"The journal {self.path} is of run {self.meta.get('run_id')!r}, schema {self.meta.get('schema')!r}; this is "
                 f"run {run_id!r}, schema {SCHEMA_VERSION}. Choose another run.id or run.dir, or the release that wrote it."
             )
+        begun_with = json.loads(self.meta["fixed"])
+        if changed := [key for key in fixed if key in begun_with and begun_with[key] != fixed[key]]:
+            listing = "; ".join(f"{key} was {begun_with[key]!r} and is {fixed[key]!r} now" for key in changed)
+            raise ConfigError(
+                f"The run of {self.path} was begun with other settings: {listing}. Put them back, or start a new run."
+            )
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """
+        Raises:
+            ConfigError: what is read is damaged.
+        """
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            if _disk_is_full(error, self.path.parent):
+                raise ConfigError(
+                    f"The journal {self.path} can't be opened: the disk is full. Free some space."
+                ) from None
+            raise ConfigError(f"The journal {self.path} can't be used: {error}. Nothing in it was changed.") from None
+        except (sqlite3.DatabaseError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"The journal {self.path} is damaged and can't be used: {error}. Nothing in it was changed. Restore it from a copy; "
+                f"or keep what can be read (sqlite3 {self.path} .recover) and start a new run with another run.id from the newest "
+                "checkpoint or export."
+            ) from None
 
     @property
     def run_uid(self) -> str:
@@ -141,25 +200,50 @@ class Journal:
                 return
 
     def _write(self, batch: list[_Item]) -> ForebayError | None:
+        """One transaction. Tried again while the disk is full, for ``disk_timeout_s`` at most."""
         if self.failure is not None:
             return self.failure
-        try:
-            self._db.execute("BEGIN")
-            for records, _ in batch:
-                for record in records:
-                    self._db.execute(STATEMENTS[record.kind], [_plain(value) for value in record.values])
-            self._db.execute("COMMIT")
-        except sqlite3.Error as error:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            self.failure = ForebayError(
-                f"The journal {self.path} can't be written: {error}. Nothing after the last acknowledgement was kept; free "
-                "space or mend the disk, then start the coordinator again."
+        by_kind: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+        for records, _ in batch:
+            for record in records:
+                by_kind[record.kind].append(_row(record))
+        self.full_since = None
+        while True:
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                for kind, statement in STATEMENTS.items():
+                    if rows := by_kind.get(kind):
+                        self._db.executemany(statement, rows)
+                self._db.execute("COMMIT")
+                if self.full_since is not None:
+                    log.warning("disk_has_space_again", after_s=round(time.monotonic() - self.full_since, 1))
+                    self.full_since = None
+                return None
+            except sqlite3.Error as error:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                if not self._wait_for_space(error):
+                    self.failure = ForebayError(
+                        f"The journal {self.path} can't be written: {error}. Nothing after the last acknowledgement was kept; free "
+                        "space or mend the disk, then start the coordinator again."
+                    )
+                    return self.failure
+
+    def _wait_for_space(self, error: sqlite3.Error) -> bool:
+        """Whether to try again."""
+        if not _disk_is_full(error, self.path.parent) or self._closing:
+            return False
+        if self.full_since is None:
+            self.full_since = time.monotonic()
+            log.error(
+                "disk_full", path=str(self.path), waits_s=self._disk_timeout_s, limit="coordinator.disk_timeout_s"
             )
-        return self.failure
+        time.sleep(SPACE_POLL_S)
+        return time.monotonic() - self.full_since < self._disk_timeout_s
 
     def close(self) -> None:
-        """Write what is queued and close."""
+        """Write what is queued and close. A full disk isn't waited for any more."""
+        self._closing = True
         self._queue.put(None)
         self._thread.join()
         self._db.close()
@@ -168,64 +252,134 @@ class Journal:
     # ---- reading ----
 
     def load(self) -> PoolState:
-        """The pool as of the last durable record. Call before the first ``submit``."""
+        """The pool as of the last durable record. Call before the first ``submit``.
+
+        Raises:
+            ConfigError: what is read is damaged.
+        """
         state = PoolState()
-        state.committed = self._one("SELECT COALESCE(MAX(step), 0) FROM steps WHERE committed_at IS NOT NULL")
-        state.num_draws = self._one("SELECT COALESCE(MAX(draw) + 1, 0) FROM groups")
-        state.next_group_id = self._one("SELECT COALESCE(MAX(group_id) + 1, 0) FROM groups")
-        if "ledger" in self.meta:
-            state.ledger = Ledger.model_validate_json(self.meta["ledger"])
-        marks = ",".join("?" * len(LIVE))
-        state.groups = self._groups(f"status IN ({marks})", [str(status) for status in LIVE])
-        for row in self._db.execute(
-            "SELECT steps.step, samples.segments FROM steps JOIN groups ON groups.step = steps.step JOIN samples USING (group_id) "
-            "WHERE samples.lost = 0"
-        ):
-            age = row[0] - 1 - min(version for version, _ in json.loads(row[1]))
-            state.staleness_counts[age] = state.staleness_counts.get(age, 0) + 1
+        with self._reading():
+            state.committed = self._one("SELECT COALESCE(MAX(step), 0) FROM steps WHERE committed_at IS NOT NULL")
+            state.num_draws = self._one("SELECT COALESCE(MAX(draw) + 1, 0) FROM groups")
+            state.next_group_id = self._one("SELECT COALESCE(MAX(group_id) + 1, 0) FROM groups")
+            state.forgotten_before = int(self.meta.get("forgotten_before", "0"))
+            if "ledger" in self.meta:
+                state.ledger = Ledger.model_validate_json(self.meta["ledger"])
+            marks = ", ".join(f"'{status}'" for status in LIVE)
+            state.groups = _groups(self._db, f"status IN ({marks})", [])
+            for task_index, failures, out in self._db.execute("SELECT task_index, failures, out FROM tasks"):
+                if failures:
+                    state.task_failures[task_index] = failures
+                if out is not None:
+                    state.tasks_out[task_index] = out
+            state.staleness_counts = Counter()
+            state.kept_steps = deque()
+            for step, group_ids, ages in self._db.execute("SELECT step, group_ids, ages FROM steps ORDER BY step"):
+                state.staleness_counts.update({int(age): count for age, count in json.loads(ages).items()})
+                if (oldest := min(json.loads(group_ids))) >= state.forgotten_before:
+                    state.kept_steps.append((step, oldest))
         return state
 
     def batch(self, step: int) -> list[Group]:
-        """The groups of a step that was handed out before, for a learner that trains it again."""
-        return list(self._groups("step = ?", [step]).values())
+        """The groups of a step that was handed out before, for a learner that trains it again. For any thread.
+
+        Raises:
+            ConfigError: what is read is damaged.
+        """
+        with self._reading(), contextlib.closing(sqlite3.connect(f"file:{self.path}?mode=ro", uri=True)) as db:
+            return list(_groups(db, "step = ?", [step]).values())
 
     def steps(self) -> list[tuple[int, float, dict[str, float]]]:
-        """Committed steps: (step, seconds since the epoch, metrics)."""
-        rows = self._db.execute(
-            "SELECT step, committed_at, metrics FROM steps WHERE committed_at IS NOT NULL ORDER BY step"
-        )
-        return [(step, at, json.loads(metrics)) for step, at, metrics in rows]
+        """Committed steps: (step, seconds since the epoch, metrics).
 
-    def _groups(self, where: str, values: list[Any]) -> dict[int, Group]:
-        groups: dict[int, Group] = {}
-        for row in self._db.execute(f"SELECT * FROM groups WHERE {where} ORDER BY group_id", values):
-            group_id, draw, task_index, admitted_version, status, step, overtaken = row
-            groups[group_id] = Group(group_id, draw, task_index, admitted_version, GroupStatus(status), step, overtaken)
-        query = f"SELECT * FROM samples WHERE group_id IN (SELECT group_id FROM groups WHERE {where}) ORDER BY group_id, sample_index"
-        for group_id, index, text, finish, segments, prompt, completion, logprobs, result, lost in self._db.execute(
-            query, values
-        ):
-            groups[group_id].samples[index] = Sample(
-                sample_index=index,
-                text=text,
-                finish_reason=finish,
-                segments=[Segment(version=version, num_tokens=count) for version, count in json.loads(segments)],
-                arrays={
-                    "prompt_ids": np.frombuffer(prompt, dtype="<i4"),
-                    "completion_ids": np.frombuffer(completion, dtype="<i4"),
-                    "logprobs": np.frombuffer(logprobs, dtype="<f4"),
-                },
-                result=None if result is None else JudgeResult.model_validate_json(result),
-                lost=bool(lost),
+        Raises:
+            ConfigError: what is read is damaged.
+        """
+        with self._reading():
+            rows = self._db.execute(
+                "SELECT step, committed_at, metrics FROM steps WHERE committed_at IS NOT NULL ORDER BY step"
             )
-        return groups
+            return [(step, at, json.loads(metrics)) for step, at, metrics in rows]
 
     def _one(self, query: str) -> int:
         return int(self._db.execute(query).fetchone()[0])
 
 
-def _plain(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, dict | list) else value
+def _groups(db: sqlite3.Connection, where: str, values: list[Any]) -> dict[int, Group]:
+    groups: dict[int, Group] = {}
+    for row in db.execute(f"SELECT * FROM groups WHERE {where} ORDER BY group_id", values):
+        group_id, draw, task_index, admitted_version, status, step, overtaken, attempts, deaths = row
+        group = Group(
+            group_id, draw, task_index, admitted_version, GroupStatus(status), step, overtaken, attempts, deaths
+        )
+        groups[group_id] = group
+        ids = (group_id * _GROUP_STRIDE, (group_id + 1) * _GROUP_STRIDE)
+        for sample in _samples(db, *ids):
+            group.samples[sample.sample_index] = sample
+    return groups
+
+
+def _samples(db: sqlite3.Connection, first_id: int, end_id: int) -> Iterator[Sample]:
+    query = (
+        "SELECT samples.*, result, COALESCE(attempts, 0), COALESCE(deaths, 0), COALESCE(lost, 0) FROM samples "
+        "LEFT JOIN results USING (sample_id) LEFT JOIN unjudged USING (sample_id) WHERE sample_id >= ? AND sample_id < ?"
+    )
+    for row in db.execute(query, (first_id, end_id)):
+        sample_id, text, finish, segments, num_prompt, arrays, crc32, result, attempts, deaths, lost = row
+        if zlib.crc32(arrays) != crc32:
+            raise ValueError(f"the arrays of group {first_id // _GROUP_STRIDE} fail their checksum")
+        num_completion = (len(arrays) // 4 - num_prompt) // 2
+        yield Sample(
+            sample_index=sample_id % _GROUP_STRIDE,
+            text=text,
+            finish_reason=finish,
+            segments=[Segment(version=version, num_tokens=count) for version, count in json.loads(segments)],
+            arrays={
+                "prompt_ids": np.frombuffer(arrays, "<i4", num_prompt),
+                "completion_ids": np.frombuffer(arrays, "<i4", num_completion, 4 * num_prompt),
+                "logprobs": np.frombuffer(arrays, "<f4", num_completion, 4 * (num_prompt + num_completion)),
+            },
+            result=None if result is None else JudgeResult.model_validate_json(result),
+            score_attempts=attempts,
+            deaths=deaths,
+            lost=bool(lost),
+        )
+
+
+def _disk_is_full(error: sqlite3.Error, folder: Path) -> bool:
+    """Some failures for want of space (a sync, a quota, the shared-memory file) SQLite calls I/O errors, and keeps the reason."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and shutil.disk_usage(folder).free < 2**20)
+
+
+def _row(record: Record) -> tuple[Any, ...]:
+    """The parameters of a record's statement. Built here, in the journal's thread, and not where the loop waits for it."""
+    if (build := _BUILD.get(record.kind)) is not None:
+        return build(*record.values)
+    return tuple(json.dumps(value) if isinstance(value, dict | list) else value for value in record.values)
+
+
+def _sample_row(group_id: int, sample: Sample) -> tuple[Any, ...]:
+    arrays = b"".join(sample.arrays[name].tobytes() for name in ("prompt_ids", "completion_ids", "logprobs"))
+    segments = json.dumps([(segment.version, segment.num_tokens) for segment in sample.segments])
+    num_prompt = int(sample.arrays["prompt_ids"].size)
+    return (
+        group_id,
+        sample.sample_index,
+        sample.text,
+        sample.finish_reason,
+        segments,
+        num_prompt,
+        arrays,
+        zlib.crc32(arrays),
+    )
+
+
+def _result_row(group_id: int, sample_index: int, result: JudgeResult) -> tuple[Any, ...]:
+    return group_id, sample_index, result.model_dump_json()
+
+
+_BUILD: dict[str, Callable[..., tuple[Any, ...]]] = {"sample": _sample_row, "result": _result_row}
 
 
 def _resolve(future: asyncio.Future[None], error: ForebayError | None) -> None:

@@ -28,6 +28,10 @@ from services.coordinator.twins import Twins
 
 log = structlog.get_logger()
 
+CLAIM_BEATS = 4  # heartbeats that nodes have, after a restart of the coordinator, to say what they are working on
+SUSPECT_DEATHS = 2  # of nodes, on one piece of work: the first may be anybody's, and costs no speed
+ACK = m.Ack()
+
 
 class LeaseDesk:
     """See the module. ``reply`` puts a message into the coordinator's outbox; ``on_progress`` is called when the run moved on."""
@@ -49,12 +53,45 @@ class LeaseDesk:
         self.num_copied = 0  # verdicts that came from a twin
         self._twins = Twins()
         self._suites: dict[str, TestSuite] = {}  # by name: those that a lease has named
-        self._to_generate = dict.fromkeys(g.group_id for g in pool.groups.values() if g.missing(config.group_size))
-        self._to_score = deque((group.group_id, sample.sample_index) for group, sample in pool.unjudged())
+        self._to_generate: dict[int, None] = {}
+        self._to_score: deque[tuple[int, int]] = deque()
+        self._claimable = {g.group_id for g in pool.groups.values()}  # of an earlier life of this coordinator
+        self._claims_until = time.monotonic() + CLAIM_BEATS * config.heartbeat_interval_s
 
     def add(self, groups: list[Group]) -> None:
         """Newly admitted groups, to be generated."""
         self._to_generate.update(dict.fromkeys(group.group_id for group in groups))
+
+    def claim(self, node: Node, open_leases: list[m.OpenLease]) -> None:
+        """A node joins again after this coordinator's restart: what it works on stays its own, if nobody has done it."""
+        now = time.monotonic()
+        taken = {(lease.group_id, lease.sample_index) for lease in self._members.leases.values()}
+        for open_ in open_leases:
+            group = self._pool.groups.get(open_.group_id)
+            if group is None or group.group_id not in self._claimable or (open_.group_id, open_.sample_index) in taken:
+                continue
+            if open_.sample_index is None:
+                if group.missing(self._config.group_size):
+                    deadline = now + self._config.generate_timeout_s
+                    self._members.adopt(Lease(open_.lease_id, node.node_id, group.group_id, None, deadline))
+                continue
+            sample = group.samples.get(open_.sample_index)
+            if sample is not None and sample.result is None and not sample.lost:
+                deadline = now + self._config.score_timeout_s
+                lease = Lease(open_.lease_id, node.node_id, group.group_id, open_.sample_index, deadline)
+                self._twins.begin(self._members.adopt(lease).lease_id, group.group_id, sample.text)
+
+    def _queue_unclaimed(self) -> None:
+        """The nodes have had time to claim what they work on: the rest of what a restart found unfinished is given out."""
+        taken = {(lease.group_id, lease.sample_index) for lease in self._members.leases.values()}
+        unfinished = (group_id for group_id in self._claimable if group_id in self._pool.groups)
+        groups = [self._pool.groups[group_id] for group_id in sorted(unfinished)]
+        waiting = [g.group_id for g in groups if g.missing(self._config.group_size) and (g.group_id, None) not in taken]
+        self._to_generate = {**dict.fromkeys(waiting), **self._to_generate}
+        queued = set(self._to_score)
+        scores = [(group.group_id, sample.sample_index) for group, sample in self._pool.unjudged()]
+        self._to_score.extend(key for key in scores if key not in taken and key not in queued)
+        self._claimable = set()
 
     def expire(self, now: float) -> None:
         """End the leases that are past their deadline."""
@@ -65,22 +102,22 @@ class LeaseDesk:
             log.warning("lease_expired", group=lease.group_id, sample=lease.sample_index, node=lease.node_id)
             if node := self._members.nodes.get(lease.node_id):
                 self._reply(node.identity, m.CancelLease(lease_id=lease.lease_id, reason=error))
-            self.give_back([lease], error=error)
+            self.failed(lease, error)
 
     # ---- results ----
 
     def on_sample(self, node: Node, message: m.SampleResult, received: Received) -> None:
         """A completion: acknowledged when it is in the journal."""
-        if self._pool.has_sample(message.group_id, message.sample_index, received.arrays):
-            self._end_if_complete(message)
-            return self._reply(node.identity, m.Ack(), received.seq)
         num_tokens = int(received.arrays["completion_ids"].size)
         node.delivered_tokens += num_tokens
+        if self._pool.has_sample(message.group_id, message.sample_index, received.arrays, lease_id=message.lease_id):
+            self._end_if_complete(message)
+            return self._reply(node.identity, ACK, received.seq)
         if reason := sample_problem(message, received.arrays):
             self._pool.count_thrown_away(num_tokens)
             log.warning("sample_refused", node=node.node_id, group=message.group_id, reason=reason)
             if lease := self._members.end_lease(message.lease_id):
-                self.give_back([lease], error=reason)
+                self.failed(lease, reason)
             return self._reply(node.identity, m.Ack(accepted=False, reason=reason), received.seq)
         accepted = self._pool.add_sample(
             message.group_id,
@@ -88,15 +125,14 @@ class LeaseDesk:
             text=message.text,
             finish_reason=message.finish_reason,
             segments=message.segments,
-            arrays={name: array.copy() for name, array in received.arrays.items()},  # don't pin the frame
+            arrays=received.arrays,
+            lease_id=message.lease_id,
         )
         if accepted:
             self._on_progress()
             self._to_score.append((message.group_id, message.sample_index))
         self._end_if_complete(message)
-        return self._reply(
-            node.identity, m.Ack(accepted=accepted, reason="" if accepted else "duplicate"), received.seq
-        )
+        return self._reply(node.identity, ACK if accepted else m.Ack(accepted=False, reason="duplicate"), received.seq)
 
     def _end_if_complete(self, message: m.SampleResult) -> None:
         """The lease, too, of a node whose samples came second."""
@@ -113,7 +149,7 @@ class LeaseDesk:
             self._score(message.group_id, message.sample_index, message.result, node.node_id)
         if lease is not None:
             self._release_twins(lease)
-        self._reply(node.identity, m.Ack(), received.seq)
+        self._reply(node.identity, ACK, received.seq)
 
     def on_suite_request(self, node: Node, message: m.SuiteRequest, received: Received) -> None:
         """A reward node has a lease of a suite that it lacks."""
@@ -160,34 +196,39 @@ class LeaseDesk:
                 error=message.error,
                 permanent=message.permanent,
             )
-            self.give_back([lease], error=message.error, permanent=message.permanent)
-        self._reply(node.identity, m.Ack(), received.seq)
+            self.failed(lease, message.error, permanent=message.permanent)
+        self._reply(node.identity, ACK, received.seq)
 
     def on_lease_cancelled(self, node: Node, message: m.LeaseCancelled, received: Received) -> None:
         """The node gave it back; no attempt is counted."""
         node.delivered_tokens += message.num_tokens
         self._pool.count_thrown_away(message.num_tokens)
         if lease := self._members.end_lease(message.lease_id):
-            self.give_back([lease], error=message.reason, counted=False)
-        self._reply(node.identity, m.Ack(), received.seq)
+            self.interrupted([lease])
+        self._reply(node.identity, ACK, received.seq)
 
     # ---- giving out ----
 
     def dispatch(self) -> None:
         """Give waiting work to nodes with room."""
         now = time.monotonic()
+        if self._claimable and now >= self._claims_until:
+            self._queue_unclaimed()
         rollouts = [n for n in self._members.of_role("rollout") if is_current(n, self._pool.version)]
-        for group_id in list(self._to_generate):
-            if not any(node.free > 0 for node in rollouts):
-                break
-            if self._lease_generate(rollouts, group_id, now):
-                del self._to_generate[group_id]
+        if self._to_generate and _room(rollouts):
+            for group_id in list(self._to_generate):
+                if self._lease_generate(rollouts, group_id, now):
+                    del self._to_generate[group_id]
+                    if not _room(rollouts):
+                        break
         rewards = self._members.of_role("reward")
-        held: list[tuple[int, int]] = []
-        while self._to_score and any(node.free > 0 for node in rewards):
-            group_id, sample_index = self._to_score.popleft()
-            if not self._lease_score(rewards, group_id, sample_index, now):
-                held.append((group_id, sample_index))
+        room, held = _room(rewards), []
+        while self._to_score and room > 0:
+            key = self._to_score.popleft()
+            num_leases = len(self._members.leases)
+            if not self._lease_score(rewards, *key, now):
+                held.append(key)
+            room -= len(self._members.leases) - num_leases
         self._to_score.extendleft(reversed(held))
 
     def _lease_generate(self, nodes: list[Node], group_id: int, now: float) -> bool:
@@ -196,11 +237,12 @@ class LeaseDesk:
         missing = group.missing(self._config.group_size) if group else []
         if group is None or not missing:
             return True
-        node = _freest(nodes, group.avoid_nodes)
-        if node.free <= 0:
+        node = self._freest(nodes, group.avoid_nodes, suspect=group.deaths >= SUSPECT_DEATHS)
+        if node is None:
             return False
         task = self._tasks[group.task_index]
-        lease = self._members.grant(node, group_id, None, now + self._config.generate_timeout_s)
+        deadline = now + self._config.generate_timeout_s
+        lease = self._members.grant(node, group_id, None, deadline, suspect=group.deaths >= SUSPECT_DEATHS)
         message = m.GenerateLease(
             lease_id=lease.lease_id,
             group_id=group_id,
@@ -222,10 +264,11 @@ class LeaseDesk:
             return True
         if self._copy_verdict(group, sample) or self._twins.hold(group_id, sample.text, sample_index):
             return True
-        node = _freest(nodes, sample.avoid_nodes)
-        if node.free <= 0:
+        node = self._freest(nodes, sample.avoid_nodes, suspect=sample.deaths >= SUSPECT_DEATHS)
+        if node is None:
             return False
-        lease = self._members.grant(node, group_id, sample_index, now + self._config.score_timeout_s)
+        deadline = now + self._config.score_timeout_s
+        lease = self._members.grant(node, group_id, sample_index, deadline, suspect=sample.deaths >= SUSPECT_DEATHS)
         self._twins.begin(lease.lease_id, group_id, sample.text)
         suite = self._tasks[group.task_index].tests
         self._suites[suite.content_hash] = suite
@@ -240,23 +283,42 @@ class LeaseDesk:
         self._reply(node.identity, message)
         return True
 
-    def give_back(self, leases: list[Lease], *, error: str = "", permanent: bool = False, counted: bool = True) -> None:
-        """Unfinished leases: queue their work again, unless it has failed too often."""
-        for lease in leases:
+    def failed(self, lease: Lease, error: str, *, permanent: bool = False) -> None:
+        """A lease that its node could not do, or not in time: an attempt is counted."""
+        if lease.sample_index is None:
+            if self._pool.generation_failed(lease.group_id, error, permanent=permanent, node_id=lease.node_id):
+                self._again(lease.group_id)
+            return
+        result = m.JudgeResult(verdict=Verdict.INFRA_ERROR, message=error)
+        self._score(lease.group_id, lease.sample_index, result, lease.node_id)
+        self._release_twins(lease)
+
+    def interrupted(self, leases: list[Lease], *, died: str = "") -> None:
+        """Leases of a node that gave them back; or that ``died``, which may be what they did to it."""
+        for lease in reversed(leases):
             if lease.sample_index is None:
-                if self._pool.generation_failed(
-                    lease.group_id, error, permanent=permanent, counted=counted, node_id=lease.node_id
-                ):
-                    self._to_generate = {lease.group_id: None, **self._to_generate}  # it is older than what waits
+                if self._pool.generation_interrupted(lease.group_id, died=died):
+                    self._again(lease.group_id)
                 continue
-            if not counted:
+            if self._pool.scoring_interrupted(lease.group_id, lease.sample_index, died=died):
                 self._to_score.appendleft((lease.group_id, lease.sample_index))
-            else:
-                result = m.JudgeResult(verdict=Verdict.INFRA_ERROR, message=error)
-                self._score(lease.group_id, lease.sample_index, result, lease.node_id)
             self._release_twins(lease)
 
+    def _again(self, group_id: int) -> None:
+        self._to_generate = {group_id: None, **self._to_generate}  # it is older than what waits
 
-def _freest(nodes: list[Node], avoid: set[str]) -> Node:
-    """The node with the most room, of those that are not to be avoided if there are any."""
-    return max([node for node in nodes if node.node_id not in avoid] or nodes, key=lambda node: node.free)
+    def _freest(self, nodes: list[Node], avoid: set[str], *, suspect: bool) -> Node | None:
+        """The node with the most room, of those that are not to be avoided if there are any; None: it has no room.
+
+        A suspect goes where no other suspect is: if that node dies too, it is clear which of them to count it for.
+        """
+        nodes = [node for node in nodes if node.node_id not in avoid] or nodes if avoid else nodes
+        if suspect:
+            nodes = [node for node in nodes if not self._members.has_suspect(node)]
+        node = max(nodes, key=lambda node: node.free, default=None)
+        return node if node is not None and node.free > 0 else None
+
+
+def _room(nodes: list[Node]) -> int:
+    """Leases that ``nodes`` would still take."""
+    return sum(max(0, node.free) for node in nodes)

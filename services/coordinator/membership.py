@@ -22,6 +22,7 @@ class Lease:
     group_id: int
     sample_index: int | None
     deadline: float
+    suspect: bool = False  # a node died on this work before
 
 
 @dataclass(slots=True)
@@ -102,8 +103,10 @@ class Members:
 
     def beat(self, node: Node, beat: Heartbeat, now: float) -> list[str]:
         """Apply a heartbeat; returns the leases that the node holds but no longer owns."""
-        if not node.counters:  # first beat of a session: what it generated for an earlier coordinator is in the journal
-            node.delivered_tokens = int(beat.counters.get("generated_tokens", 0))
+        if (
+            not node.counters
+        ):  # first beat of a session: what it has settled with an earlier coordinator is in the journal
+            node.delivered_tokens += int(beat.counters.get("settled_tokens", 0))
         node.seen_at, node.capacity, node.waits = now, beat.capacity, beat.waits
         node.holds = beat.holds  # its word on a late update, whose round is over
         node.counters, node.loop_lag_ms = beat.counters, beat.loop_lag_ms
@@ -113,12 +116,29 @@ class Members:
         """Live nodes of a role, in order of joining."""
         return [node for node in self.nodes.values() if node.role == role]
 
-    def grant(self, node: Node, group_id: int, sample_index: int | None, deadline: float) -> Lease:
+    def grant(
+        self, node: Node, group_id: int, sample_index: int | None, deadline: float, *, suspect: bool = False
+    ) -> Lease:
         """A new lease for ``node``."""
-        lease = Lease(f"{self._boot}-{next(self._next)}", node.node_id, group_id, sample_index, deadline)
+        lease_id = f"{self._boot}-{next(self._next)}"
+        return self.adopt(Lease(lease_id, node.node_id, group_id, sample_index, deadline, suspect))
+
+    def adopt(self, lease: Lease) -> Lease:
+        """A lease that its node has, from this coordinator or from the one before."""
         self.leases[lease.lease_id] = lease
-        node.lease_ids.add(lease.lease_id)
+        self.nodes[lease.node_id].lease_ids.add(lease.lease_id)
         return lease
+
+    def has_suspect(self, node: Node) -> bool:
+        """Whether a node works on something that another node died on: one such thing at a time, so that they tell apart."""
+        return any(self.leases[lease_id].suspect for lease_id in node.lease_ids)
+
+    def forgive(self, stall_s: float) -> None:
+        """This process stood still for ``stall_s``: nobody's silence or lateness in that time counts."""
+        for node in self.nodes.values():
+            node.seen_at += stall_s
+        for lease in self.leases.values():
+            lease.deadline += stall_s
 
     def end_lease(self, lease_id: str) -> Lease | None:
         """Close a lease, whatever became of it; None when it was closed before."""

@@ -12,8 +12,10 @@ the records of the same event durable; so nobody ever acts on something that a c
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,10 @@ import structlog
 from common.errors import ConfigError, ForebayError, InvariantError, ProtocolError, WaitTimeout
 from common.lifecycle import StopSignal
 from protocol import messages as m
-from protocol.channel import CoordinatorSocket, is_loopback
+from protocol.channel import CoordinatorSocket, Outgoing, is_loopback
 from protocol.codec import Array, Received
 from protocol.config import RunConfig
-from protocol.tasks import Task, load_tasks
+from protocol.tasks import Task, fingerprint, load_tasks
 from protocol.versions import VersionTag
 from services.coordinator.batches import batch_metrics, make_batch
 from services.coordinator.config import CoordinatorConfig
@@ -41,7 +43,8 @@ from services.coordinator.updates import WeightUpdates
 log = structlog.get_logger()
 
 TICK_S = 0.2
-_Out = tuple[bytes, m.Message, int, Mapping[str, Array] | None]
+STALL_S = 1.0  # a tick that is so late means that this process stood still
+KEPT_ANSWERS = 8192  # of each node: far more than it can have open
 
 
 class Coordinator:
@@ -69,8 +72,12 @@ class Coordinator:
         self.started_at = time.monotonic()
         self._progress_at = self.started_at
         self._batch_wait: tuple[bytes, int, int] | None = None  # identity, seq, step
-        self._outbox: list[_Out] = []
-        self._sends: asyncio.Queue[tuple[Awaitable[None] | None, list[_Out]]] = asyncio.Queue()
+        self._replays: set[asyncio.Task[None]] = set()
+        self._outbox: list[Outgoing] = []
+        self._answers: dict[
+            bytes, OrderedDict[int, m.Message]
+        ] = {}  # of each node: what its last requests were answered
+        self._sends: asyncio.Queue[tuple[Awaitable[None] | None, list[Outgoing]]] = asyncio.Queue()
         self._ended = asyncio.Event()
         self._failure: ForebayError | None = None
         boot = int(journal.meta.get("boots", "0")) + 1
@@ -123,7 +130,7 @@ class Coordinator:
                 self._end("stopped", "the coordinator was told to stop")
             await self._let_nodes_leave(tasks)
         finally:
-            for task in [*tasks, stopped, ended]:
+            for task in [*tasks, *self._replays, stopped, ended]:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._write_summary()
@@ -135,34 +142,55 @@ class Coordinator:
     def _write_summary(self) -> None:
         """The last status, for whoever reads the run's folder afterwards; the journal remains the truth."""
         partial = Path(self.run.run_dir) / "summary.json.partial"
-        partial.write_text(json.dumps(build_status(self), indent=1))
-        partial.rename(partial.with_suffix(""))
+        try:
+            partial.write_text(json.dumps(build_status(self), indent=1))
+            partial.rename(partial.with_suffix(""))
+        except OSError as error:  # of a full disk, say: then the journal alone has it
+            log.error("no_summary", error=str(error))
 
     async def _receive(self) -> None:
         while True:
-            identity, received = await self.socket.recv()
-            self._handle(identity, received)
+            for identity, received in await self.socket.recv():
+                self._handle(identity, received)
             self._flush()
+            await asyncio.sleep(0)  # messages may go on arriving without a pause; so that the others get their turn
 
     async def _send(self) -> None:
         while True:
             durable, outbox = await self._sends.get()
             if durable is not None:
                 await durable
-            for identity, message, re, arrays in outbox:
-                await self.socket.send(identity, message, re=re, arrays=arrays)
+            self.socket.send_all(outbox)
             self._sends.task_done()
 
     async def _tick(self) -> None:
+        ticked_at = time.monotonic()
         while True:
             await asyncio.sleep(TICK_S)
-            self._expire(time.monotonic())
+            now = time.monotonic()
+            if (stall_s := now - ticked_at - TICK_S) > STALL_S:
+                self._forgive(stall_s)
+            ticked_at = now
+            self._expire(now)
             self._flush()
+
+    def _forgive(self, stall_s: float) -> None:
+        """This process stood still (stopped, suspended, starved): what the others have said meanwhile still waits to be read."""
+        log.warning("stood_still", stall_s=round(stall_s, 1))
+        self.members.forgive(stall_s)
+        self.updates.forgive(stall_s)
+        self._progress_at += stall_s
 
     def _flush(self) -> None:
         """Give out what can be given out, then queue records and messages, in order."""
         if self.state == "running":
             self._give_out()
+        if self.pool.hopeless and self.state == "running":
+            self._fail(
+                ForebayError(
+                    f"{self.pool.hopeless} The journal keeps what there is; mend the cause and resume the run."
+                )
+            )
         records = self.pool.drain_records()
         outbox, self._outbox = self._outbox, []
         if records or outbox:
@@ -200,6 +228,10 @@ class Coordinator:
             if isinstance(message, m.Heartbeat):
                 self._reply(identity, m.HeartbeatAck(known=False), re)
             return None  # anything else is sent again after the hello that the heartbeat's answer asks for
+        if (
+            answer := self._answers.get(identity, {}).get(re)
+        ) is not None:  # the answer was lost, or the request came twice
+            return self._outbox.append((identity, answer, re, None))
         handler = self._handlers.get(type(message))
         if handler is None:
             return self._reply(identity, m.Refused(reason=f"A coordinator takes no {message.kind}."), re)
@@ -231,8 +263,10 @@ class Coordinator:
         if hello.role == "learner":
             replaced += [node.node_id for node in self.members.of_role("learner")]
         for node_id in replaced:
-            self._drop_node(node_id, "replaced by a new process")
+            self._drop_node(node_id, "replaced by a new process", died=True)
         node = self.members.join(hello, identity, time.monotonic())
+        self._answers[identity] = OrderedDict()
+        self.leases.claim(node, hello.open_leases)
         if hello.role == "learner":
             self.updates.new_learner()
             if not (again and self.incarnation >= 0):
@@ -253,6 +287,11 @@ class Coordinator:
                 f"The learner's checkpoint is of step {hello.checkpoint_step}, but this run has committed {self.pool.version}: "
                 "it is the checkpoint of another run. Correct run.dir or run.id."
             )
+        if hello.role == "learner" and max(0, hello.checkpoint_step) + 1 < self.pool.first_kept_step:
+            return (
+                f"The learner's newest checkpoint is of step {max(0, hello.checkpoint_step)}, and the journal has batches from step "
+                f"{self.pool.first_kept_step} on: newer checkpoints existed and are gone. Restore them to {self.run.run_dir}/checkpoints."
+            )
         return ""
 
     def _on_heartbeat(self, node: Node, beat: m.Heartbeat, received: Received) -> None:
@@ -263,22 +302,24 @@ class Coordinator:
         self._reply(node.identity, m.HeartbeatAck(lost_lease_ids=lost), received.seq)
 
     def _on_goodbye(self, node: Node, message: m.Goodbye, received: Received) -> None:
-        self._drop_node(node.node_id, message.reason or "left")
+        self._drop_node(node.node_id, message.reason or "left", died=False)
 
-    def _drop_node(self, node_id: str, reason: str) -> None:
+    def _drop_node(self, node_id: str, reason: str, *, died: bool) -> None:
         node, leases = self.members.leave(node_id)
         if node is None:
             return
         log.info("node_left", node=node_id, role=node.role, reason=reason, open_leases=len(leases))
         self.pool.count_lost(node.tokens_in_flight)
-        self.leases.give_back(leases, counted=False)
+        self._answers.pop(node.identity, None)
+        self.leases.interrupted(leases, died=reason if died else "")
         if self._batch_wait and self._batch_wait[0] == node.identity:
             self._batch_wait = None
         self.updates.node_left(node, reason)
 
     def _expire(self, now: float) -> None:
         for node in self.members.silent(now, self.config.node_timeout_s):
-            self._drop_node(node.node_id, f"no heartbeat for {now - node.seen_at:.1f} s (coordinator.node_timeout_s)")
+            reason = f"no heartbeat for {now - node.seen_at:.1f} s (coordinator.node_timeout_s)"
+            self._drop_node(node.node_id, f"{node.node_id}: {reason}", died=True)
         self.leases.expire(now)
         self.updates.expire(now)
         if self.state == "running" and now - self._progress_at > self.config.no_progress_timeout_s:
@@ -307,8 +348,9 @@ class Coordinator:
         identity, seq, step = self._batch_wait
         tag = VersionTag(version=self.pool.version, incarnation=max(0, self.incarnation))
         if step <= self.pool.version:
-            batch, arrays = make_batch(step, self.journal.batch(step), replay=True)
-            self._reply(identity, batch, seq, arrays)
+            replay = asyncio.create_task(self._replay(identity, seq, step))
+            self._replays.add(replay)
+            replay.add_done_callback(self._replays.discard)
         elif self.pool.finished:
             self._reply(identity, m.EndOfData(reason=f"{self.pool.version} steps are done"), seq)
         elif groups := self.pool.take_batch(step):
@@ -320,11 +362,23 @@ class Coordinator:
             return
         self._batch_wait = None
 
+    async def _replay(self, identity: bytes, seq: int, step: int) -> None:
+        """Hand out the batch of a committed step again, for a learner that restarted before it."""
+        try:
+            groups = await asyncio.to_thread(self.journal.batch, step)
+            batch, arrays = make_batch(step, groups, replay=True, publish=step == self.pool.version)
+            self._reply(identity, batch, seq, arrays)
+        except ForebayError as error:
+            self._fail(error)
+        self._flush()
+
     def _on_commit(self, node: Node, message: m.StepCommitted, received: Received) -> None:
         fixed = [group for group in self.pool.groups.values() if group.step == message.step]
         metrics = (batch_metrics(fixed, self.pool.version) if fixed else {}) | message.metrics
-        batch = self.pool.commit(message.step, metrics)
+        ledger = {f"ledger/{name}": float(value) for name, value in self.pool.ledger.model_dump().items()}
+        batch = self.pool.commit(message.step, ledger | metrics)
         node.checkpoint_step = max(node.checkpoint_step, message.checkpoint_step)
+        self.pool.forget(replay_from=message.replay_from)
         if batch:
             self._note_progress()
             self.steps.append((message.step, time.time(), metrics))
@@ -358,6 +412,10 @@ class Coordinator:
     def _reply(
         self, identity: bytes, message: m.Message, re: int = 0, arrays: Mapping[str, Array] | None = None
     ) -> None:
+        if re and arrays is None and (answers := self._answers.get(identity)) is not None:
+            answers[re] = message
+            if len(answers) > KEPT_ANSWERS:
+                answers.popitem(last=False)
         self._outbox.append((identity, message, re, arrays))
 
 
@@ -377,17 +435,32 @@ def open_coordinator(run: RunConfig, config: CoordinatorConfig) -> Coordinator:
         )
     tasks = load_tasks(config.tasks)
     socket = CoordinatorSocket(bind, run.id, keys=keys)
+    fixed = {
+        "run.seed": run.seed,
+        **{
+            f"coordinator.{key}": getattr(config, key)
+            for key in ("group_size", "groups_per_step", "shuffle", "max_epochs")
+        },
+        "coordinator.tasks (their content)": fingerprint(tasks),
+    }
+    journal = None
     try:
-        journal = Journal(Path(run.run_dir) / "journal.sqlite", run_id=run.id)
+        path = Path(run.run_dir) / "journal.sqlite"
+        journal = Journal(path, run_id=run.id, fixed=fixed, disk_timeout_s=config.disk_timeout_s)
+        return Coordinator(run, config, tasks, socket=socket, journal=journal)
     except ConfigError:
+        if journal is not None:
+            journal.close()
         socket.close()
         raise
-    return Coordinator(run, config, tasks, socket=socket, journal=journal)
 
 
 async def main(run: RunConfig, config: CoordinatorConfig) -> int:
     """Body of the coordinator process: its exit code."""
     stop = StopSignal()
     coordinator = open_coordinator(run, config)
+    # Messages are many small objects that live for a moment and form no cycles; looking for those was a seventh of all time.
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
     await coordinator.serve(stop)
     return stop.exit_code

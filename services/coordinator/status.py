@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from services.coordinator.service import Coordinator
 
 RECENT_STEPS = 200
+RECENT_TASKS_OUT = 50
 
 
 def build_status(coordinator: Coordinator) -> dict[str, Any]:
@@ -48,6 +49,13 @@ def build_status(coordinator: Coordinator) -> dict[str, Any]:
         "syncs": coordinator.updates.finished[-RECENT_STEPS:],
         "num_syncs": len(coordinator.updates.finished),
         "export_dir": coordinator.export_dir,
+        "tasks_out": {
+            coordinator.tasks[index].task_id: reason for index, reason in [*pool.tasks_out.items()][-RECENT_TASKS_OUT:]
+        },
+        "num_tasks_out": len(pool.tasks_out),
+        "disk_full_s": 0.0
+        if coordinator.journal.full_since is None
+        else time.monotonic() - coordinator.journal.full_since,
     }
 
 

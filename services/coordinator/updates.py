@@ -50,6 +50,11 @@ class WeightUpdates:
         elif node.node_id in self._round.members:
             self.fail_member(self._round, node.node_id, f"went away: {reason}")
 
+    def forgive(self, stall_s: float) -> None:
+        """The coordinator stood still for ``stall_s``: nobody is late for it."""
+        if self._round is not None:
+            self._round.deadline += stall_s
+
     def expire(self, now: float) -> None:
         """End a round that is past its deadline."""
         if self._round is None or now <= self._round.deadline:

@@ -24,6 +24,7 @@ from services.faults.processes import events_in
 from services.faults.proxy import Seen
 
 Key = tuple[int, int]  # group, sample index
+GROUP_STRIDE = 4096  # as in services/coordinator/journal.py: sample_id = group_id * stride + sample_index
 
 
 @dataclass
@@ -74,18 +75,11 @@ def read_books(path: Path) -> Books:
     """The journal at ``path``, opened read-only."""
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5)) as db:
         groups = db.execute("SELECT group_id, status, step, overtaken FROM groups").fetchall()
-        samples = {
-            (group_id, index): Sample(
-                _digest(text, prompt, completion, logprobs),
-                min(version for version, _ in json.loads(segments)),
-                len(completion) // 4,
-                result is not None,
-                bool(lost),
-            )
-            for group_id, index, text, segments, prompt, completion, logprobs, result, lost in db.execute(
-                "SELECT group_id, sample_index, text, segments, prompt_ids, completion_ids, logprobs, result, lost FROM samples"
-            )
-        }
+        rows = db.execute(
+            "SELECT samples.*, result IS NOT NULL, COALESCE(lost, 0) FROM samples LEFT JOIN results USING (sample_id) "
+            "LEFT JOIN unjudged USING (sample_id)"
+        ).fetchall()
+        samples = {divmod(row[0], GROUP_STRIDE): _sample(*row[1:]) for row in rows}
         steps = {step: json.loads(ids) for step, ids in db.execute("SELECT step, group_ids FROM steps ORDER BY step")}
         committed = [
             step for (step,) in db.execute("SELECT step FROM steps WHERE committed_at IS NOT NULL ORDER BY step")
@@ -102,11 +96,18 @@ def read_books(path: Path) -> Books:
     )
 
 
-def _digest(text: str, *arrays: bytes) -> bytes:
-    hashed = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16)
-    for array in arrays:
-        hashed.update(len(array).to_bytes(8, "little") + array)
-    return hashed.digest()
+def _sample(
+    text: str, _finish: str, segments: str, num_prompt: int, arrays: bytes, _crc: int, has_result: int, given_up: int
+) -> Sample:
+    num_tokens = (len(arrays) // 4 - num_prompt) // 2
+    oldest = min(version for version, _ in json.loads(segments))
+    return Sample(_digest(text, num_prompt, arrays), oldest, num_tokens, bool(has_result), bool(given_up))
+
+
+def _digest(text: str, num_prompt_tokens: int, arrays: bytes) -> bytes:
+    """Of all that a node sent of a sample; ``arrays`` are prompt ids, completion ids and log-probs, one after the other."""
+    content = text.encode("utf-8", "surrogatepass") + b"\0" + num_prompt_tokens.to_bytes(8, "little") + arrays
+    return blake2b(content, digest_size=16).digest()
 
 
 def judge(
@@ -150,8 +151,10 @@ def _check_acknowledged(verdict: Verdict, books: Books, told: Sequence[tuple[Rec
     for request, answer in told:
         match request.message, answer.message:
             case SampleResult() as sample, Ack(accepted=True):
-                arrays = (request.arrays[name].tobytes() for name in ("prompt_ids", "completion_ids", "logprobs"))
-                accepted.setdefault((sample.group_id, sample.sample_index), set()).add(_digest(sample.text, *arrays))
+                names = ("prompt_ids", "completion_ids", "logprobs")
+                arrays = b"".join(request.arrays[name].tobytes() for name in names)
+                digest = _digest(sample.text, int(request.arrays["prompt_ids"].size), arrays)
+                accepted.setdefault((sample.group_id, sample.sample_index), set()).add(digest)
             case ScoreResult(result=result) as score, Ack() if result.reward is not None:
                 row = books.samples.get((score.group_id, score.sample_index))
                 out = books.group_status.get(score.group_id) in ("failed", "filtered")

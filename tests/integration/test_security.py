@@ -18,12 +18,12 @@ from services.coordinator.service import open_coordinator
 
 async def answer(socket):
     while True:
-        identity, received = await socket.recv()
-        if isinstance(received.message, StatusRequest):
-            reply = StatusReply(status_json="{}")
-        else:
-            reply = Welcome(run_uid="u", tag=VersionTag(version=0), heartbeat_interval_s=5.0, node_timeout_s=15.0)
-        await socket.send(identity, reply, re=received.seq)
+        for identity, received in await socket.recv():
+            if isinstance(received.message, StatusRequest):
+                reply = StatusReply(status_json="{}")
+            else:
+                reply = Welcome(run_uid="u", tag=VersionTag(version=0), heartbeat_interval_s=5.0, node_timeout_s=15.0)
+            socket.send(identity, reply, re=received.seq)
 
 
 @pytest.fixture

@@ -28,21 +28,24 @@ class Coordinator:
 
     async def serve(self):
         while True:
-            identity, received = await self.socket.recv()
-            match received.message:
-                case m.Hello() as hello:
-                    self.hellos.append(hello)
-                    if not self.mute:
-                        self.known.add(identity)
-                        welcome = m.Welcome(run_uid="u", tag=TAG, heartbeat_interval_s=0.05, node_timeout_s=0.3)
-                        await self.socket.send(identity, welcome, re=received.seq)
-                case m.Heartbeat() if not self.mute:
-                    ack = m.HeartbeatAck(known=identity in self.known)
-                    await self.socket.send(identity, ack, re=received.seq)
-                case m.StepCommitted() as commit if identity in self.known:
-                    self.commits.append(commit.step)
-                    if not self.mute:
-                        await self.socket.send(identity, m.Ack(), re=received.seq)
+            for identity, received in await self.socket.recv():
+                self.answer(identity, received)
+
+    def answer(self, identity, received):
+        match received.message:
+            case m.Hello() as hello:
+                self.hellos.append(hello)
+                if not self.mute:
+                    self.known.add(identity)
+                    welcome = m.Welcome(run_uid="u", tag=TAG, heartbeat_interval_s=0.05, node_timeout_s=0.3)
+                    self.socket.send(identity, welcome, re=received.seq)
+            case m.Heartbeat() if not self.mute:
+                ack = m.HeartbeatAck(known=identity in self.known)
+                self.socket.send(identity, ack, re=received.seq)
+            case m.StepCommitted() as commit if identity in self.known:
+                self.commits.append(commit.step)
+                if not self.mute:
+                    self.socket.send(identity, m.Ack(), re=received.seq)
 
     async def close(self):
         self.task.cancel()
@@ -89,7 +92,7 @@ async def test_what_the_coordinator_sends_unasked_comes_as_a_push(address):
     coordinator = Coordinator(address)
     async with node_at(address) as node:
         await node.start(join_timeout_s=20)
-        await coordinator.socket.send(next(iter(coordinator.known)), m.Shutdown(reason="over"))
+        coordinator.socket.send(next(iter(coordinator.known)), m.Shutdown(reason="over"))
         while not isinstance((push := await node.pushes.get()).message, m.Shutdown):
             assert isinstance(push.message, m.HeartbeatAck)
     await coordinator.close()
@@ -135,7 +138,7 @@ async def test_garbage_is_refused_and_the_coordinator_goes_on(address, frames):
 
 async def test_a_message_to_a_peer_that_is_gone_is_no_error(address):
     coordinator = Coordinator(address)
-    assert not await coordinator.socket.send(b"nobody", m.Shutdown(reason="over"))
+    assert not coordinator.socket.send(b"nobody", m.Shutdown(reason="over"))
     await coordinator.close()
 
 

@@ -139,6 +139,7 @@ def test_a_sample_that_could_not_be_trained_on_costs_its_lease_an_attempt_and_no
 def test_a_result_whose_acknowledgement_was_lost_is_counted_once(desk):
     (_, lease), *_ = of(m.GenerateLease, desk.join("rollout", "gen"))
     for _ in range(2):
+        desk.seq = 10  # the second time it is the same request
         [(_, ack)] = of(m.Ack, desk.sample("gen#1", lease, 0))
         assert ack.accepted
     assert desk.coordinator.pool.ledger.received == 3
@@ -276,7 +277,7 @@ def test_twins_whose_lease_is_given_up_are_judged_all_the_same(twins):
     assert all(twins.samples_of(lease.group_id)[index].lost for index in range(3))
 
 
-def test_a_coordinator_that_starts_again_copies_what_was_judged_before(twins, tmp_path):
+def test_a_coordinator_that_starts_again_copies_what_was_judged_before(twins, tmp_path, monkeypatch):
     _, lease = twins.scores[0]
     twins.score(*twins.scores[1], RIGHT)
     group = twins.coordinator.pool.groups[lease.group_id]
@@ -284,6 +285,7 @@ def test_a_coordinator_that_starts_again_copies_what_was_judged_before(twins, tm
     assert group.samples[1].result is None
     twins.journal._queue.put((twins.coordinator.pool.drain_records(), None))
     twins.journal.close()
+    monkeypatch.setattr("services.coordinator.leases.CLAIM_BEATS", 0)
     again = Desk(tmp_path, group_size=4)
     assert of(m.ScoreLease, again.join("reward", "a")) == []
     assert str(again.coordinator.pool.groups[lease.group_id].status) == "ready"

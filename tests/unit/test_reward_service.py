@@ -52,36 +52,36 @@ class Coordinator:
 
     async def serve(self):
         while True:
-            identity, received = await self.socket.recv()
-            answer, arrays = m.Ack(), None
-            match received.message:
-                case m.Hello() as hello:
-                    self.identity = identity
-                    self.hellos.append(hello)
-                    tag = m.VersionTag(version=0)
-                    answer = m.Welcome(run_uid="u", tag=tag, heartbeat_interval_s=0.05, node_timeout_s=5)
-                case m.Heartbeat() as beat:
-                    self.beats.append(beat)
-                    answer = m.HeartbeatAck()
-                case m.Goodbye() as goodbye:
-                    self.goodbyes.append(goodbye)
-                case m.ScoreResult() as result:
-                    self.results[result.lease_id] = result.result
-                case m.SuiteRequest(suite_hash=name):
-                    self.requests.append(name)
-                    answer = m.Refused(reason="unknown suite", fatal=False)
-                    if name in self.suites:
-                        answer, arrays = (
-                            m.Suite(suite_hash=name),
-                            {"json_utf8": np.frombuffer(self.suites[name], np.uint8)},
-                        )
-            await self.socket.send(identity, answer, re=received.seq, arrays=arrays)
+            for identity, received in await self.socket.recv():
+                self.answer(identity, received)
+
+    def answer(self, identity, received):
+        answer, arrays = m.Ack(), None
+        match received.message:
+            case m.Hello() as hello:
+                self.identity = identity
+                self.hellos.append(hello)
+                tag = m.VersionTag(version=0)
+                answer = m.Welcome(run_uid="u", tag=tag, heartbeat_interval_s=0.05, node_timeout_s=5)
+            case m.Heartbeat() as beat:
+                self.beats.append(beat)
+                answer = m.HeartbeatAck()
+            case m.Goodbye() as goodbye:
+                self.goodbyes.append(goodbye)
+            case m.ScoreResult() as result:
+                self.results[result.lease_id] = result.result
+            case m.SuiteRequest(suite_hash=name):
+                self.requests.append(name)
+                answer = m.Refused(reason="unknown suite", fatal=False)
+                if name in self.suites:
+                    answer, arrays = m.Suite(suite_hash=name), {"json_utf8": np.frombuffer(self.suites[name], np.uint8)}
+        self.socket.send(identity, answer, re=received.seq, arrays=arrays)
 
     async def lease(self, lease_id, completion="x", suite_hash=SUITES[0].content_hash):
         message = m.ScoreLease(
             lease_id=lease_id, group_id=1, sample_index=0, completion=completion, suite_hash=suite_hash, timeout_s=5
         )
-        await self.socket.send(self.identity, message)
+        self.socket.send(self.identity, message)
 
 
 class Stop:
