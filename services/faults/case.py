@@ -180,7 +180,9 @@ def run_case(case: Case, folder: Path, *, seed: int = 0) -> Result:
     result = Result(case, folder=folder)
     started = time.monotonic()
     try:
-        with Run(folder, {**LIMITS, **case.changes}, tasks=case.tasks, proxied=True, seed=seed) as run:
+        with Run(
+            folder, {**LIMITS, **case.changes}, tasks=case.tasks, proxied=True, seed=seed, warm=not case.real
+        ) as run:
             scene = Scene(run)
             case.body(scene)
             _judge(case, scene, result)
@@ -206,9 +208,9 @@ def _judge(case: Case, scene: Scene, result: Result) -> None:
     sign = scene.first_sign()
     result.detected_s = None if sign is None else max(0.0, sign - scene.injected_at)
     noticed_at = max(scene.injected_at, sign or 0.0)
-    recovered = [at for at in run.commits() if at > noticed_at] + [scene.recovered_at or float("inf")]
-    if min(recovered) != float("inf"):
-        result.recovered_s = min(recovered) - scene.injected_at
+    recovered_at = scene.recovered_at or next((at for at in run.commits() if at > noticed_at), None)
+    if recovered_at is not None:
+        result.recovered_s = recovered_at - scene.injected_at
     if case.ends:
         state = run.summary()["state"]
         assert state == case.ends, f"the run ended as {state}: {run.summary()['end_reason']}"

@@ -78,7 +78,8 @@ def base_config(folder: Path, address: str) -> dict[str, Any]:
 class Run:
     """``Run(folder, {"coordinator.max_steps": 4})``; use as a context, which ends whatever is left.
 
-    With ``proxied`` the nodes reach the coordinator through ``proxy``; ``address`` is always the coordinator's own.
+    With ``proxied`` the nodes reach the coordinator through ``proxy``; ``address`` is always the coordinator's own. With ``warm`` the
+    roles are forked from a process that has imported their modules.
     """
 
     def __init__(
@@ -89,8 +90,9 @@ class Run:
         tasks: str | None = None,
         proxied: bool = False,
         seed: int = 0,
+        warm: bool = False,
     ) -> None:
-        self.folder = folder
+        self.folder, self.warm = folder, warm
         self.address = f"tcp://127.0.0.1:{free_port()}"
         self.proxy = Proxy(self.address, seed=seed) if proxied else None
         (folder / "tasks.jsonl").write_text(tasks or task_lines(20))
@@ -150,7 +152,7 @@ class Run:
 
     def spawn(self, name: str, argv: list[str]) -> Role:
         """Any process of the run."""
-        role = Role(name, [*self.prefix, *argv], self.folder / f"{name}.log", env=self.env)
+        role = Role(name, [*self.prefix, *argv], self.folder / f"{name}.log", env=self.env, warm=self._is_warm)
         self.roles.append(role)
         return role
 
@@ -161,9 +163,14 @@ class Run:
     def again_with(self, role: Role, *overrides: str) -> Role:
         """Likewise, with more ``--set`` at the end, which win."""
         argv = [*role.argv, *(word for text in overrides for word in ("--set", text))]
-        fresh = Role(role.name, argv, role.log, env=self.env)
+        fresh = Role(role.name, argv, role.log, env=self.env, warm=self._is_warm)
         self.roles.append(fresh)
         return fresh
+
+    @property
+    def _is_warm(self) -> bool:
+        """An environment is for an interpreter that starts, a prefix for a command."""
+        return self.warm and not self.env and not self.prefix
 
     def logs(self) -> str:
         """The end of every role's log."""

@@ -6,6 +6,7 @@ answered with the batch when all of them are in.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 from pathlib import Path
@@ -21,6 +22,7 @@ from protocol.tasks import Task
 from protocol.verdicts import JudgeResult, Verdict
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.journal import Journal
+from services.coordinator.pool import Record
 from services.coordinator.service import Coordinator
 
 _SUITE = AssertSuite(kind="asserts", entry_point="f", code="assert f(1) == 1")
@@ -36,6 +38,7 @@ class _Desk:
         tasks = [Task(task_id="0", prompt="p", tests=_SUITE)]
         self._coordinator = Coordinator(run, config, tasks, socket=None, journal=self.journal)  # type: ignore[arg-type]
         self._seq = 0
+        self.records: list[Record] | None = None  # a list: all that the journal is to have
 
     def say(self, node: str, message: m.Message, arrays: dict[str, Array] | None = None) -> list[m.Message]:
         """All that goes out because of ``message``."""
@@ -43,8 +46,18 @@ class _Desk:
         self._coordinator._handle(f"{node}#1".encode(), Received(message, "orders", self._seq, 0, arrays or {}))
         self._coordinator._give_out()
         outbox, self._coordinator._outbox = self._coordinator._outbox, []
-        self._coordinator.pool.drain_records()
+        records = self._coordinator.pool.drain_records()
+        if self.records is not None:
+            self.records += records
         return [message for _, message, _, _ in outbox]
+
+    def write(self) -> None:
+        """``records`` into the journal."""
+
+        async def submit() -> None:
+            await self.journal.submit(self.records or [])
+
+        asyncio.run(submit())
 
 
 def lost_wakeups(folder: Path, *, count: int, seed: int) -> int:

@@ -15,6 +15,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from services.faults.warm import WarmProcess, nursery
+
+_ROLES = {"services.coordinator", "services.rollout", "services.reward", "services.learner"}
 ROOT = Path(__file__).resolve().parents[2]
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -34,9 +37,16 @@ def _die_with_the_suite() -> None:
 class Role:
     """A process of a run, in a session of its own. Its stdout and stderr are appended to ``log``."""
 
-    def __init__(self, name: str, argv: list[str], log: Path, *, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, argv: list[str], log: Path, *, env: Mapping[str, str] | None = None, warm: bool = False
+    ) -> None:
+        """``warm``: forked from a process that has the imports already, where ``argv`` is that of a role (see ``warm.py``)."""
         self.name, self.log, self.argv = name, log, argv
         self._log_start = log.stat().st_size if log.exists() else 0
+        self.process: subprocess.Popen[bytes] | WarmProcess
+        if warm and argv[1] == "-m" and argv[2] in _ROLES:
+            self.process = nursery().start(argv, str(log), env or {})
+            return
         with log.open("ab") as out:
             self.process = subprocess.Popen(
                 argv,

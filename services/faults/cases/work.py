@@ -49,7 +49,7 @@ def _generator_always_raises(scene: Scene) -> None:
     roles = scene.run.start_all()
     rule = scene.proxy.when("lease_failed", lambda _: None)
     scene.inject(rule.wait())
-    scene.end(roles.pop("coordinator"), 5, says="told to fail")
+    scene.end(roles.pop("coordinator"), 1, says="told to fail")
     scene.finish(*roles.values())
 
 
@@ -70,11 +70,10 @@ def _never_ends(scene: Scene) -> None:
     roles["coordinator"].kill()
     roles["coordinator"] = scene.run.again(roles["coordinator"])
     scene.finish(*roles.values())
-    leased = _leases(scene, "bad")
-    attempts = scene.run.config["coordinator"]["generate_attempts"]
-    assert len(leased) <= attempts + 1, (
-        f"the task was tried {len(leased)} times, {attempts} are allowed (and one was cut short)"
-    )
+    tried = Counter(_body(seen)["group_id"] for seen in _leases(scene, "bad"))
+    limits = scene.run.config["coordinator"]
+    assert len(tried) <= limits["task_attempts"], f"the task was tried in {len(tried)} groups"
+    assert max(tried.values()) <= limits["generate_attempts"], f"tries by group: {dict(tried)}"
 
 
 def _first_lease_of_bad(scene: Scene) -> float:
@@ -111,7 +110,8 @@ def _poison(scene: Scene) -> None:
             roles["a"] = scene.run.again(roles["a"])
         time.sleep(0.05)
     scene.finish(*roles.values())
-    assert 1 <= deaths <= 4
+    limits = scene.run.config["coordinator"]
+    assert 1 <= deaths <= limits["death_attempts"] * limits["task_attempts"]
 
 
 def _stuck_node(scene: Scene) -> None:
@@ -191,7 +191,9 @@ def _never_judged(scene: Scene) -> None:
     groups = {_body(seen)["group_id"] for seen in _leases(scene, "bad")}
     drawn = scene.run.query("SELECT group_id, status FROM groups WHERE task_index = 0")
     assert all(status == "failed" for _, status in drawn), drawn
-    assert len(groups) <= 2, f"it was generated for {len(groups)} groups of the same task"
+    assert len(groups) <= scene.run.config["coordinator"]["task_attempts"], (
+        f"it was generated for {len(groups)} groups of the same task"
+    )
 
 
 # ---- data and signal ----
@@ -297,15 +299,15 @@ CASES = [
     Case("all-producers-die", "generate", "the only rollout node dies and nobody starts it again: the run ends with 5 and the cause", _all_producers_die, (18,), {"coordinator.no_progress_timeout_s": 4.0}, ends="failed"),
     Case("generator-always-raises", "generate", "every generation fails: the run ends with an error and the cause", _generator_always_raises, (23,), {"rollout.fake.fail_every": 1, "coordinator.no_progress_timeout_s": 5.0}, ends="failed"),
     Case("generator-sometimes-raises", "generate", "every third generation fails", _generator_sometimes_raises, (23,), {"rollout.fake.fail_every": 3, "coordinator.generate_attempts": 2}),
-    Case("generation-never-ends", "generate", "one prompt's generation never ends, not after a restart of the coordinator either", _never_ends, (19,), {"rollout.fake.never_ends_on": BAD, "coordinator.generate_timeout_s": 1.0, "coordinator.generate_attempts": 2, "coordinator.shuffle": False}, _tasks_with_bad_one(3)),
+    Case("generation-never-ends", "generate", "one prompt's generation never ends, not after a restart of the coordinator either", _never_ends, (19,), {"rollout.fake.never_ends_on": BAD, "coordinator.generate_timeout_s": 1.0, "coordinator.generate_attempts": 2, "coordinator.task_attempts": 2, "coordinator.shuffle": False, "learner.fake_step_s": 0.5, "coordinator.max_steps": 10}, _tasks_with_bad_one(3)),
     Case("prompt-too-long", "generate", "a prompt is longer than the context", _too_long, (21,), {"coordinator.shuffle": False}, task_line("bad", "x" * 100) + task_lines(3)),
-    Case("poison-prompt", "generate", "a prompt kills every rollout node that takes it", _poison, (), {"rollout.fake.dies_on": BAD, "coordinator.shuffle": False}, _tasks_with_bad_one()),
+    Case("poison-prompt", "generate", "a prompt kills every rollout node that takes it", _poison, (), {"coordinator.death_attempts": 3, "coordinator.task_attempts": 2, "rollout.fake.dies_on": BAD, "coordinator.shuffle": False}, _tasks_with_bad_one()),
     Case("stuck-rollout", "generate", "no generation of one of two nodes ever ends", _stuck_node, (19,), {"coordinator.generate_timeout_s": 1.0, "coordinator.max_steps": 3}),
     Case("straggler", "generate", "one prompt takes 20 times as long as the others", _straggler, (25, 33), {"rollout.fake.slow_on": BAD, "coordinator.shuffle": False, "rollout.fake.tokens_per_s": 100.0}, _tasks_with_bad_one(30), noticed=False),
     Case("reward-sleeps-for-ever", "judge", "one task's tests sleep for ever", _sleeping_reward, (51,), {"coordinator.shuffle": False}, json.dumps({"task_id": "bad", "prompt": BAD, "tests": {"kind": "asserts", "entry_point": "f", "code": "import time\ntime.sleep(10**9)\nassert f(3) == 3", "limits": {"wall_s": 1.0}}}) + "\n" + task_lines(20)),
     Case("kill-judge-process", "judge", "kill -9 of the process that judges, below a reward node", _judge_process(signal.SIGKILL), (54,)),
     Case("freeze-judge-process", "judge", "the process that judges is frozen for good, below one of two reward nodes", _judge_process(signal.SIGSTOP), (51,), {"coordinator.score_timeout_s": 1.5}),
-    Case("task-never-judged", "judge", "every judgement of one task is an infrastructure error", _never_judged, (), {"coordinator.shuffle": False}, json.dumps({"task_id": "bad", "prompt": BAD, "tests": {"kind": "custom", "grader": "no-such-grader"}}) + "\n" + task_lines(4)),
+    Case("task-never-judged", "judge", "every judgement of one task is an infrastructure error", _never_judged, (), {"coordinator.task_attempts": 2, "coordinator.shuffle": False}, json.dumps({"task_id": "bad", "prompt": BAD, "tests": {"kind": "custom", "grader": "no-such-grader"}}) + "\n" + task_lines(4)),
     Case("lost-wake-ups", "train", "10,000 random orders of a batch's arrival and the request for it", _interleavings, (22,), ends="", noticed=False),
     Case("one-node-fails-update", "update", "one of three engines fails a weight update", _one_node_fails, (14,), {"learner.fake_step_s": 0.3}),
     Case("every-node-fails-update", "update", "all engines fail a weight update", _every_node_fails, (9,), {**ON_POLICY, "coordinator.max_steps": 4, "rollout.fake.fail_update_at": 2}),
