@@ -1,6 +1,6 @@
 """Messages <-> ZeroMQ frames: ``[header, array, array, ...]``.
 
-The header is msgpack of ``Header``; each array is one frame of raw little-endian bytes that ``Header.arrays`` describes by
+The header is a msgpack map (see ``_decode_header``); each array is one frame of raw little-endian bytes that it describes by
 (name, dtype, shape). Reading an array makes a NumPy view of the frame, no copy. There is no pickle, and kinds are looked up
 in a fixed table, so bytes from the wire never choose what code runs.
 """
@@ -27,18 +27,7 @@ MAX_ARRAYS = 16
 DTYPES = {"int32": "<i4", "int64": "<i8", "float32": "<f4", "uint8": "|u1"}
 
 _KINDS = all_messages()
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """Frame 0. ``seq`` numbers the sender's messages; ``re`` is the ``seq`` that this one answers (0: none)."""
-
-    kind: str
-    run_id: str
-    seq: int
-    re: int
-    body: dict[str, Any]
-    arrays: list[tuple[str, str, list[int]]]
+_NUMPY_DTYPES = {name: np.dtype(code) for name, code in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,28 +80,31 @@ def decode(frames: Sequence[bytes | memoryview]) -> Received:
     Raises:
         ProtocolError: anything that isn't a message of this protocol version; the reason is fit to send back.
     """
-    header = _decode_header(frames)
-    cls = _KINDS.get(header.kind)
+    kind, run_id, seq, re, body, specs = _decode_header(frames)
+    cls = _KINDS.get(kind)
     if cls is None:
-        raise ProtocolError(f"Unknown message kind {header.kind[:64]!r}.")
-    names = tuple(spec[0] for spec in header.arrays)
-    if names != cls.arrays or len(frames) != 1 + len(names):
+        raise ProtocolError(f"Unknown message kind {kind[:64]!r}.")
+    if len(specs) != len(cls.arrays) or len(frames) != 1 + len(specs):
         raise ProtocolError(
-            f"{header.kind} must come with arrays {cls.arrays}; got {names} in {len(frames) - 1} frames."
+            f"{kind} must come with arrays {cls.arrays}; its header tells of {len(specs)}, and there are {len(frames) - 1} frames."
         )
     try:
-        message = cls.model_validate(header.body)
+        message = cls.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise ProtocolError(f"{header.kind}: field {'.'.join(map(str, first['loc']))}: {first['msg']}.") from None
+        raise ProtocolError(f"{kind}: field {'.'.join(map(str, first['loc']))}: {first['msg']}.") from None
     arrays = {
-        name: _view(header.kind, name, spec, frame)
-        for (name, *spec), frame in zip(header.arrays, frames[1:], strict=True)
+        name: _view(kind, name, spec, frame) for name, spec, frame in zip(cls.arrays, specs, frames[1:], strict=True)
     }
-    return Received(message, header.run_id, header.seq, header.re, arrays)
+    return Received(message, run_id, seq, re, arrays)
 
 
-def _decode_header(frames: Sequence[bytes | memoryview]) -> Header:
+def _decode_header(frames: Sequence[bytes | memoryview]) -> tuple[str, str, int, int, dict[str, Any], list[Any]]:
+    """Frame 0: (kind, run_id, seq, re, body, arrays). ``seq`` numbers the sender's messages; ``re`` is the ``seq`` that this one
+    answers (0: none); ``arrays`` has (name, dtype, shape) of each other frame.
+
+    By hand and not by a model: every message passes here, and six fields of plain types need no more.
+    """
     if not frames:
         raise ProtocolError("An empty message.")
     if len(frames[0]) > MAX_HEADER_BYTES or len(frames) > 1 + MAX_ARRAYS:
@@ -128,43 +120,30 @@ def _decode_header(frames: Sequence[bytes | memoryview]) -> Header:
             f"Protocol version {str(raw.get('protocol'))[:20]} met version {PROTOCOL_VERSION}: "
             "all processes of a run must be of the same Forebay release."
         )
-    # By hand, not a model: every message passes here, and five fields of plain types need no more.
-    for name, (kind, default) in _HEADER_FIELDS.items():
-        if type(raw.setdefault(name, default)) is not kind:
-            raise ProtocolError(f"The header is malformed: {name} must be {kind.__name__}.")
-    if not all(_is_array_spec(spec) for spec in raw["arrays"]):
-        raise ProtocolError("The header is malformed: arrays must be of (name, dtype, shape).")
-    return Header(**{name: raw[name] for name in _HEADER_FIELDS})
+    header = raw.get("kind"), raw.get("run_id"), raw.get("seq", 0), raw.get("re", 0), raw.get("body"), raw.get("arrays")
+    if tuple(map(type, header)) != _HEADER_TYPES:
+        raise ProtocolError(f"The header is malformed: its fields are {[type(value).__name__ for value in header]}.")
+    return header  # type: ignore[return-value]
 
 
-_HEADER_FIELDS: dict[str, tuple[type, Any]] = {
-    "kind": (str, None),
-    "run_id": (str, None),
-    "seq": (int, 0),
-    "re": (int, 0),
-    "body": (dict, {}),
-    "arrays": (list, []),
-}
+_HEADER_TYPES = (str, str, int, int, dict, list)
 
 
-def _is_array_spec(spec: Any) -> bool:
-    return (
-        isinstance(spec, list)
-        and len(spec) == 3
-        and type(spec[0]) is type(spec[1]) is str
-        and isinstance(spec[2], list)
-        and all(type(size) is int for size in spec[2])
-    )
-
-
-def _view(kind: str, name: str, spec: Sequence[Any], frame: bytes | memoryview) -> Array:
-    dtype_name, shape = spec
-    dtype = DTYPES.get(dtype_name)
-    if dtype is None or any(size < 0 for size in shape):
-        raise ProtocolError(f"{kind}.{name}: dtype {str(dtype_name)[:16]!r} with shape {shape} doesn't travel.")
-    expected = math.prod(shape) * np.dtype(dtype).itemsize
+def _view(kind: str, name: str, spec: Any, frame: bytes | memoryview) -> Array:
+    match spec:
+        case [str() as own_name, str() as dtype_name, list() as shape] if own_name == name:
+            pass
+        case _:
+            raise ProtocolError(f"{kind}.{name}: its frame is described by {str(spec)[:100]}.")
+    dtype = _NUMPY_DTYPES.get(dtype_name)
+    if dtype is None or not all(type(size) is int and size >= 0 for size in shape):
+        raise ProtocolError(f"{kind}.{name}: dtype {dtype_name[:16]!r} with shape {shape} doesn't travel.")
+    expected = math.prod(shape) * dtype.itemsize
     if len(frame) != expected or expected > MAX_ARRAY_BYTES:
         raise ProtocolError(f"{kind}.{name}: {len(frame)} bytes, but {dtype_name}{shape} takes {expected}.")
-    array = np.frombuffer(frame, dtype=dtype).reshape(shape)
-    array.flags.writeable = False
+    array = np.frombuffer(frame, dtype=dtype)
+    if len(shape) != 1:
+        array = array.reshape(shape)
+    if array.flags.writeable:
+        array.flags.writeable = False
     return array

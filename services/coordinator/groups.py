@@ -25,10 +25,11 @@ class GroupStatus(StrEnum):
 
 def sample_problem(message: SampleResult, arrays: Mapping[str, Array]) -> str:
     """Why a sample can't be trained on (a node of ours never sends such a one), or ''."""
-    shapes = {name: (array.dtype.name, array.ndim) for name, array in arrays.items()}
-    if shapes != {"prompt_ids": ("int32", 1), "completion_ids": ("int32", 1), "logprobs": ("float32", 1)}:
+    vectors = [arrays[name] for name in ("prompt_ids", "completion_ids", "logprobs")]
+    if [vector.dtype.char for vector in vectors] != ["i", "i", "f"] or any(vector.ndim != 1 for vector in vectors):
+        shapes = {name: (array.dtype.name, array.ndim) for name, array in arrays.items()}
         return f"arrays are {shapes}, not vectors of int32, int32 and float32"
-    num_tokens = arrays["completion_ids"].size
+    num_tokens = vectors[1].size
     counted = sum(segment.num_tokens for segment in message.segments)
     if not message.segments or not num_tokens == arrays["logprobs"].size == counted:
         return f"{num_tokens} tokens with {arrays['logprobs'].size} log-probs and version segments for {counted}"

@@ -19,7 +19,6 @@ import threading
 import time
 import uuid
 import zlib
-from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from common.errors import ConfigError, ForebayError
+from common.errors import ConfigError, ForebayError, InvariantError
 from protocol.verdicts import JudgeResult
 from protocol.versions import Segment
 from services.coordinator.groups import Group, GroupStatus, Sample
@@ -104,15 +103,22 @@ class Journal:
         except BlockingIOError:
             self._lock.close()
             raise ConfigError(f"Another coordinator has the journal {path} open. Stop it first.") from None
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=2.0)
         try:
             with self._reading():
-                self._db.execute("PRAGMA page_size = 8192")  # a sample of a thousand tokens has 8 kB of arrays
+                self.state = PoolState()
+                is_new = not path.exists() or not path.stat().st_size
+                if not is_new:  # nothing is written to it before it is known to be ours and whole
+                    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+                        self.meta = self._check(db, run_id, dict(fixed or {}))
+                        self.state = _load(db, self.meta)
+                self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=2.0)
+                self._db.execute("PRAGMA page_size = 16384")  # a sample of a thousand tokens fits into one
                 self._db.execute("PRAGMA journal_mode = WAL")
+                self._db.execute("PRAGMA wal_autocheckpoint = 2000")  # pages: 32 MB
                 self._db.execute("PRAGMA synchronous = FULL")
-                self._create_or_check(run_id, dict(fixed or {}))
+                if is_new:
+                    self.meta = self._create(run_id, dict(fixed or {}))
         except ConfigError:
-            self._db.close()
             self._lock.close()
             raise
         self._disk_timeout_s = disk_timeout_s
@@ -123,31 +129,34 @@ class Journal:
         self._thread = threading.Thread(target=self._write_loop, name="journal", daemon=True)
         self._thread.start()
 
-    def _create_or_check(self, run_id: str, fixed: dict[str, Any]) -> None:
-        tables = {row[0] for row in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        if not tables:
-            self._db.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
-            begun = {
-                "schema": SCHEMA_VERSION,
-                "run_id": run_id,
-                "run_uid": uuid.uuid4().hex,
-                "fixed": json.dumps(fixed),
-            }
-            self._db.executemany(STATEMENTS["meta"], [(key, str(value)) for key, value in begun.items()])
-        self.meta = (
-            dict(self._db.execute("SELECT key, value FROM meta").fetchall()) if not tables or "meta" in tables else {}
-        )
-        if self.meta.get("schema") != str(SCHEMA_VERSION) or self.meta.get("run_id") != run_id:
+    def _create(self, run_id: str, fixed: dict[str, Any]) -> dict[str, str]:
+        meta = {
+            "schema": str(SCHEMA_VERSION),
+            "run_id": run_id,
+            "run_uid": uuid.uuid4().hex,
+            "fixed": json.dumps(fixed),
+        }
+        self._db.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
+        self._db.execute("BEGIN")
+        self._db.executemany(STATEMENTS["meta"], meta.items())
+        self._db.execute("COMMIT")
+        return meta
+
+    def _check(self, db: sqlite3.Connection, run_id: str, fixed: dict[str, Any]) -> dict[str, str]:
+        has_meta = db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone()
+        meta = dict(db.execute("SELECT key, value FROM meta").fetchall()) if has_meta else {}
+        if meta.get("schema") != str(SCHEMA_VERSION) or meta.get("run_id") != run_id:
             raise ConfigError(
-                f"The journal {self.path} is of run {self.meta.get('run_id')!r}, schema {self.meta.get('schema')!r}; this is "
+                f"The journal {self.path} is of run {meta.get('run_id')!r}, schema {meta.get('schema')!r}; this is "
                 f"run {run_id!r}, schema {SCHEMA_VERSION}. Choose another run.id or run.dir, or the release that wrote it."
             )
-        begun_with = json.loads(self.meta["fixed"])
+        begun_with = json.loads(meta["fixed"])
         if changed := [key for key in fixed if key in begun_with and begun_with[key] != fixed[key]]:
             listing = "; ".join(f"{key} was {begun_with[key]!r} and is {fixed[key]!r} now" for key in changed)
             raise ConfigError(
                 f"The run of {self.path} was begun with other settings: {listing}. Put them back, or start a new run."
             )
+        return meta
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
@@ -162,7 +171,10 @@ class Journal:
                 raise ConfigError(
                     f"The journal {self.path} can't be opened: the disk is full. Free some space."
                 ) from None
-            raise ConfigError(f"The journal {self.path} can't be used: {error}. Nothing in it was changed.") from None
+            raise ConfigError(
+                f"The journal {self.path} can't be used: {error}. Nothing in it was changed. Restore it from a copy, or start a new "
+                "run with another run.id."
+            ) from None
         except (sqlite3.DatabaseError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"The journal {self.path} is damaged and can't be used: {error}. Nothing in it was changed. Restore it from a copy; "
@@ -203,16 +215,22 @@ class Journal:
         """One transaction. Tried again while the disk is full, for ``disk_timeout_s`` at most."""
         if self.failure is not None:
             return self.failure
-        by_kind: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
-        for records, _ in batch:
-            for record in records:
-                by_kind[record.kind].append(_row(record))
+        by_kind: dict[str, list[tuple[Any, ...]]] = {kind: [] for kind in STATEMENTS}
+        try:
+            for records, _ in batch:
+                for record in records:
+                    by_kind[record.kind].append(_row(record))
+        except (
+            Exception
+        ) as error:  # a record that is none is a bug of ours: this thread lives on to say so to whoever waits
+            self.failure = InvariantError(f"A record can't be written to the journal: {type(error).__name__}: {error}.")
+            return self.failure
         self.full_since = None
         while True:
             try:
                 self._db.execute("BEGIN IMMEDIATE")
                 for kind, statement in STATEMENTS.items():
-                    if rows := by_kind.get(kind):
+                    if rows := by_kind[kind]:
                         self._db.executemany(statement, rows)
                 self._db.execute("COMMIT")
                 if self.full_since is not None:
@@ -251,35 +269,6 @@ class Journal:
 
     # ---- reading ----
 
-    def load(self) -> PoolState:
-        """The pool as of the last durable record. Call before the first ``submit``.
-
-        Raises:
-            ConfigError: what is read is damaged.
-        """
-        state = PoolState()
-        with self._reading():
-            state.committed = self._one("SELECT COALESCE(MAX(step), 0) FROM steps WHERE committed_at IS NOT NULL")
-            state.num_draws = self._one("SELECT COALESCE(MAX(draw) + 1, 0) FROM groups")
-            state.next_group_id = self._one("SELECT COALESCE(MAX(group_id) + 1, 0) FROM groups")
-            state.forgotten_before = int(self.meta.get("forgotten_before", "0"))
-            if "ledger" in self.meta:
-                state.ledger = Ledger.model_validate_json(self.meta["ledger"])
-            marks = ", ".join(f"'{status}'" for status in LIVE)
-            state.groups = _groups(self._db, f"status IN ({marks})", [])
-            for task_index, failures, out in self._db.execute("SELECT task_index, failures, out FROM tasks"):
-                if failures:
-                    state.task_failures[task_index] = failures
-                if out is not None:
-                    state.tasks_out[task_index] = out
-            state.staleness_counts = Counter()
-            state.kept_steps = deque()
-            for step, group_ids, ages in self._db.execute("SELECT step, group_ids, ages FROM steps ORDER BY step"):
-                state.staleness_counts.update({int(age): count for age, count in json.loads(ages).items()})
-                if (oldest := min(json.loads(group_ids))) >= state.forgotten_before:
-                    state.kept_steps.append((step, oldest))
-        return state
-
     def batch(self, step: int) -> list[Group]:
         """The groups of a step that was handed out before, for a learner that trains it again. For any thread.
 
@@ -301,8 +290,32 @@ class Journal:
             )
             return [(step, at, json.loads(metrics)) for step, at, metrics in rows]
 
-    def _one(self, query: str) -> int:
-        return int(self._db.execute(query).fetchone()[0])
+
+def _load(db: sqlite3.Connection, meta: dict[str, str]) -> PoolState:
+    """The pool as of the last durable record."""
+
+    def one(query: str) -> int:
+        return int(db.execute(query).fetchone()[0])
+
+    state = PoolState()
+    state.committed = one("SELECT COALESCE(MAX(step), 0) FROM steps WHERE committed_at IS NOT NULL")
+    state.num_draws = one("SELECT COALESCE(MAX(draw) + 1, 0) FROM groups")
+    state.next_group_id = one("SELECT COALESCE(MAX(group_id) + 1, 0) FROM groups")
+    state.forgotten_before = int(meta.get("forgotten_before", "0"))
+    if "ledger" in meta:
+        state.ledger = Ledger.model_validate_json(meta["ledger"])
+    marks = ", ".join(f"'{status}'" for status in LIVE)
+    state.groups = _groups(db, f"status IN ({marks})", [])
+    for task_index, failures, out in db.execute("SELECT task_index, failures, out FROM tasks"):
+        if failures:
+            state.task_failures[task_index] = failures
+        if out is not None:
+            state.tasks_out[task_index] = out
+    for step, group_ids, ages in db.execute("SELECT step, group_ids, ages FROM steps ORDER BY step"):
+        state.staleness_counts.update({int(age): count for age, count in json.loads(ages).items()})
+        if (oldest := min(json.loads(group_ids))) >= state.forgotten_before:
+            state.kept_steps.append((step, oldest))
+    return state
 
 
 def _groups(db: sqlite3.Connection, where: str, values: list[Any]) -> dict[int, Group]:

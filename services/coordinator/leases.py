@@ -315,8 +315,11 @@ class LeaseDesk:
         nodes = [node for node in nodes if node.node_id not in avoid] or nodes if avoid else nodes
         if suspect:
             nodes = [node for node in nodes if not self._members.has_suspect(node)]
-        node = max(nodes, key=lambda node: node.free, default=None)
-        return node if node is not None and node.free > 0 else None
+        best, most = None, 0
+        for node in nodes:
+            if (free := node.free) > most:
+                best, most = node, free
+        return best
 
 
 def _room(nodes: list[Node]) -> int:

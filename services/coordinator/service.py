@@ -62,7 +62,7 @@ class Coordinator:
         self.run, self.config, self.tasks = run, config, tasks
         self.socket, self.journal = socket, journal
         cursor = TaskCursor(len(tasks), seed=run.seed, shuffle=config.shuffle, max_epochs=config.max_epochs)
-        self.pool = Pool(config, cursor, journal.load())
+        self.pool = Pool(config, cursor, journal.state)
         self.steps = journal.steps()
         self.members = Members()
         self.incarnation = int(journal.meta.get("incarnation", "-1"))  # of the learner; 0 is its first life

@@ -168,7 +168,7 @@ def test_resuming_a_run_whose_journal_is_damaged_is_refused_and_leaves_it_alone(
     (run.run_dir / "config.json").write_text(json.dumps(run.config))
     (run.run_dir / "journal.sqlite").write_bytes(b"somebody's bytes" * 1000)
     text = paragraph_of(forebay("up", "--resume", run.run_dir))
-    assert "journal.sqlite can't be used" in text
+    assert "journal.sqlite is damaged and can't be used" in text
     assert (run.run_dir / "journal.sqlite").read_bytes() == b"somebody's bytes" * 1000
     assert not processes_of(tmp_path)
 

@@ -119,6 +119,18 @@ def test_a_generation_that_always_fails_is_given_up():
     check(pool)
 
 
+def test_a_success_between_failures_shows_that_it_is_not_the_system():
+    pool = make_pool(generate_attempts=1, max_failed_in_a_row=2, task_attempts=9, max_staleness=4)
+    pool.admit()
+    for group_id in (0, 2, 4):
+        pool.generation_failed(group_id, "boom")
+        finish(pool, group_id + 1)
+    assert pool.hopeless == ""
+    pool.generation_failed(6, "boom")
+    pool.generation_failed(7, "boom")
+    assert "The last 2 groups failed" in pool.hopeless
+
+
 def test_negative_staleness_is_an_error():
     pool = make_pool()
     pool.admit()
@@ -154,7 +166,7 @@ def test_each_epoch_has_every_task_once_in_another_order():
 
 async def test_a_restarted_pool_equals_the_one_that_died(tmp_path):
     journal = Journal(tmp_path / "journal.sqlite", run_id="r")
-    pool = make_pool(journal.load())
+    pool = make_pool(journal.state)
     pool.admit()
     finish(pool, 0)
     finish(pool, 1, (GOOD, BROKEN))
@@ -163,7 +175,7 @@ async def test_a_restarted_pool_equals_the_one_that_died(tmp_path):
     await journal.submit(pool.drain_records())
     journal.close()
     again = Journal(tmp_path / "journal.sqlite", run_id="r")
-    copy = make_pool(again.load())
+    copy = make_pool(again.state)
     assert copy.ledger == pool.ledger
     assert copy.num_draws == pool.num_draws
     assert {i: (g.status, g.step, sorted(g.samples)) for i, g in copy.groups.items()} == {
@@ -183,6 +195,6 @@ async def test_a_journal_of_another_run_or_a_damaged_one_is_refused_and_left_alo
     with pytest.raises(ConfigError, match="of run 'r'"):
         Journal(path, run_id="other")
     path.write_bytes(b"not a database, but somebody's bytes" * 100)
-    with pytest.raises(ConfigError, match="can't be used"):
+    with pytest.raises(ConfigError, match="damaged"):
         Journal(path, run_id="r")
     assert path.read_bytes().startswith(b"not a database")
