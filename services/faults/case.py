@@ -105,7 +105,9 @@ class Scene:
     def _sent_again(self) -> Iterable[float]:
         requests: set[tuple[bytes, int]] = set()
         for seen in self.run.proxy.seen if self.run.proxy else ():
-            if seen.direction == "up" and seen.seq:
+            if (
+                seen.direction == "up" and seen.seq and seen.kind != "batch_request"
+            ):  # that one waits as long as it takes
                 key = (seen.identity, seen.seq)
                 if key in requests and self.injected_at is not None and seen.at > self.injected_at:
                     yield seen.at

@@ -19,7 +19,16 @@ from typing import Any
 
 from common.errors import ProtocolError
 from protocol.codec import Received, decode
-from protocol.messages import Ack, Batch, SampleResult, ScoreResult, StepCommitted
+from protocol.messages import (
+    Ack,
+    Batch,
+    Heartbeat,
+    LeaseCancelled,
+    LeaseFailed,
+    SampleResult,
+    ScoreResult,
+    StepCommitted,
+)
 from services.faults.processes import events_in
 from services.faults.proxy import Seen
 
@@ -69,6 +78,11 @@ class Books:
     steps: dict[int, list[int]]  # step -> groups
     committed: list[int]
     ledger: dict[str, int]
+    forgotten_before: int  # samples of groups before it have left the journal (``coordinator.keep_trained_steps``)
+
+    def is_forgotten(self, group_id: int) -> bool:
+        """Whether its samples were let go: those of groups that failed or were filtered go with the first steps that no replay needs."""
+        return group_id < self.forgotten_before and self.group_status.get(group_id) in ("failed", "filtered")
 
 
 def read_books(path: Path) -> Books:
@@ -84,7 +98,7 @@ def read_books(path: Path) -> Books:
         committed = [
             step for (step,) in db.execute("SELECT step FROM steps WHERE committed_at IS NOT NULL ORDER BY step")
         ]
-        ledger = db.execute("SELECT value FROM meta WHERE key = 'ledger'").fetchone()
+        meta = dict(db.execute("SELECT key, value FROM meta"))
     return Books(
         {row[0]: row[1] for row in groups},
         {row[0]: row[2] for row in groups},
@@ -92,7 +106,8 @@ def read_books(path: Path) -> Books:
         samples,
         steps,
         committed,
-        json.loads(ledger[0]) if ledger else {},
+        json.loads(meta.get("ledger", "{}")),
+        int(meta.get("forgotten_before", "0")),
     )
 
 
@@ -111,7 +126,7 @@ def _digest(text: str, num_prompt_tokens: int, arrays: bytes) -> bytes:
 
 
 def judge(
-    books: Books, seen: Iterable[Seen], *, max_staleness: int, bypass_window: int, finished: bool = False
+    books: Books, seen: Sequence[Seen], *, max_staleness: int, bypass_window: int, finished: bool = False
 ) -> Verdict:
     """Compare all accounts. ``finished``: the run did all its steps, so no group may be left over."""
     verdict = Verdict()
@@ -120,6 +135,7 @@ def judge(
     _check_batches(verdict, books, told)
     _check_steps(verdict, books)
     _check_ledger(verdict, books)
+    _check_generated(verdict, books, seen)
     _check_age_and_order(verdict, books, max_staleness=max_staleness, bypass_window=bypass_window)
     live = [group_id for group_id, status in books.group_status.items() if status in ("open", "ready", "batched")]
     if finished and live:
@@ -158,13 +174,14 @@ def _check_acknowledged(verdict: Verdict, books: Books, told: Sequence[tuple[Rec
             case ScoreResult(result=result) as score, Ack() if result.reward is not None:
                 row = books.samples.get((score.group_id, score.sample_index))
                 out = books.group_status.get(score.group_id) in ("failed", "filtered")
-                if row is None or not (row.has_result or row.given_up or out):
+                if not (out or (row is not None and (row.has_result or row.given_up))):
                     verdict.lose(f"the acknowledged verdict on sample {score.group_id}/{score.sample_index}")
             case StepCommitted(step=step), Ack() if step not in books.committed:
                 verdict.lose(f"the acknowledged commit of step {step}")
     for key, digests in accepted.items():
         if key not in books.samples:
-            verdict.lose(f"the acknowledged sample {key[0]}/{key[1]}")
+            if not books.is_forgotten(key[0]):
+                verdict.lose(f"the acknowledged sample {key[0]}/{key[1]}")
         elif books.samples[key].digest not in digests:
             verdict.problems.append(f"sample {key[0]}/{key[1]} is in the journal with other content than it was sent")
 
@@ -216,13 +233,15 @@ def _check_ledger(verdict: Verdict, books: Books) -> None:
         if status in ("open", "ready", "batched"):
             tokens["buffered"] += sample.num_tokens
         elif status == "trained" and sample.given_up:
-            tokens["given_up"] += sample.num_tokens
+            tokens["failed"] += sample.num_tokens
         else:
             tokens[status] += sample.num_tokens
     ledger = books.ledger
+    for what in ("filtered", "failed"):
+        if books.ledger[what] < tokens[what]:
+            verdict.problems.append(f"the ledger has {what} = {books.ledger[what]}, but {tokens[what]} are in rows")
     counted = {
         "trained": tokens["trained"],
-        "filtered": tokens["filtered"],
         "groups_trained": groups["trained"],
         "groups_filtered": groups["filtered"],
         "groups_failed": groups["failed"],
@@ -231,12 +250,35 @@ def _check_ledger(verdict: Verdict, books: Books) -> None:
     for name, value in counted.items():
         if ledger[name] != value:
             verdict.problems.append(f"the ledger has {name} = {ledger[name]}, the journal's rows come to {value}")
-    if ledger["failed"] < tokens["failed"] + tokens["given_up"]:
-        verdict.problems.append(f"the ledger has failed = {ledger['failed']}, but {tokens['failed']} are in rows")
     accounts = sum(ledger[name] for name in ("trained", "filtered", "failed", "duplicate", "lost"))
     if ledger["received"] != accounts + tokens["buffered"]:
         text = f"{ledger['received']} tokens were received, and {accounts} + {tokens['buffered']} are accounted for"
         verdict.problems.append(f"the ledger does not close: {text}")
+
+
+def _check_generated(verdict: Verdict, books: Books, seen: Sequence[Seen]) -> None:
+    """The ledger has not received more tokens than the engines can have made: each engine's last count, or what it has sent."""
+    counted: Counter[bytes] = Counter()
+    sent: dict[tuple[bytes, int], int] = {}
+    for item in seen:
+        if item.direction != "up" or item.kind not in ("heartbeat", "sample_result", "lease_failed", "lease_cancelled"):
+            continue
+        with contextlib.suppress(ProtocolError):
+            received = decode(item.frames)
+            match received.message:
+                case Heartbeat(counters=counters):
+                    counted[item.identity] = max(counted[item.identity], int(counters.get("generated_tokens", 0)))
+                case SampleResult():
+                    sent[item.identity, item.seq] = int(received.arrays["completion_ids"].size)
+                case LeaseFailed(num_tokens=num_tokens) | LeaseCancelled(num_tokens=num_tokens):
+                    sent[item.identity, item.seq] = num_tokens
+    delivered: Counter[bytes] = Counter()
+    for (identity, _), num_tokens in sent.items():
+        delivered[identity] += num_tokens
+    most = sum(max(counted[identity], delivered[identity]) for identity in {*counted, *delivered})
+    if seen and books.ledger and books.ledger["received"] > most:
+        text = f"received {books.ledger['received']} tokens, and the engines can have made {most} at most"
+        verdict.problems.append(f"the ledger counts tokens more than once: it has {text}")
 
 
 def _check_age_and_order(verdict: Verdict, books: Books, *, max_staleness: int, bypass_window: int) -> None:

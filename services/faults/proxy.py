@@ -28,13 +28,13 @@ import zmq
 Direction = Literal["up", "down"]  # to the coordinator, and from it
 HELD_BACK_S = 1.0  # a message that is reordered waits so long for later ones
 _POLL_MS = 200
-_NOT_KEPT = ("heartbeat", "heartbeat_ack", "suite", "?")  # their frames: nobody asks, and a long run has many
+_NOT_KEPT = ("heartbeat_ack", "suite", "?")  # their frames: nobody asks, and a long run has many
 
 
 @dataclass(frozen=True)
 class Seen:
     """One message as its sender sent it, before any rule. ``at`` is in seconds since the epoch; ``re_kind`` is the kind of the request
-    that it answers ('' for a push or a request). ``frames`` of heartbeats and the like are not kept."""
+    that it answers ('' for a push or a request). ``frames`` of some kinds are not kept."""
 
     at: float
     direction: Direction

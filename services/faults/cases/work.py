@@ -18,6 +18,8 @@ from services.faults.processes import assert_gone, descendants
 from services.faults.proxy import Seen
 
 BAD = "the bad one"  # in the prompt that has the fault
+SLEEPY = "```python\nimport time\ndef f(x):\n    if x == 99: time.sleep(10**9)\n    return x + ({sample}) % 2\n```"
+SLEEPS = json.dumps({"task_id": "bad", "prompt": BAD, "tests": {"kind": "asserts", "entry_point": "f", "code": "assert f(99) == 99", "limits": {"wall_s": 1.0}}}) + "\n"  # fmt: skip
 FAILS = "assert f(3) == 'no program passes this'"
 
 
@@ -46,7 +48,9 @@ def _all_producers_die(scene: Scene) -> None:
 
 
 def _generator_always_raises(scene: Scene) -> None:
-    roles = scene.run.start_all()
+    roles = scene.run.start_all_but("a")
+    scene.run.wait_for_nodes("judge", "learner")
+    roles["a"] = scene.run.start("rollout", "a")
     rule = scene.proxy.when("lease_failed", lambda _: None)
     scene.inject(rule.wait())
     scene.end(roles.pop("coordinator"), 1, says="told to fail")
@@ -73,7 +77,8 @@ def _never_ends(scene: Scene) -> None:
     tried = Counter(_body(seen)["group_id"] for seen in _leases(scene, "bad"))
     limits = scene.run.config["coordinator"]
     assert len(tried) <= limits["task_attempts"], f"the task was tried in {len(tried)} groups"
-    assert max(tried.values()) <= limits["generate_attempts"], f"tries by group: {dict(tried)}"
+    most = limits["generate_attempts"] + 1  # the try that the coordinator's death cut short is not counted
+    assert max(tried.values()) <= most, f"tries by group: {dict(tried)}"
 
 
 def _first_lease_of_bad(scene: Scene) -> float:
@@ -143,13 +148,11 @@ def _straggler(scene: Scene) -> None:
 
 
 def _sleeping_reward(scene: Scene) -> None:
-    """Its tests sleep for ever; the step comes all the same, with a reward of 0."""
+    """They are ended at their limit, and the step comes with a reward of 0 for them."""
     roles = scene.run.start_all()
     scene.inject(_first_lease_of_bad(scene))
     scene.finish(*roles.values())
-    rows = scene.run.query(
-        "SELECT samples.result FROM samples JOIN groups USING (group_id) WHERE task_index = 0 AND result NOT NULL"
-    )
+    rows = scene.run.query("SELECT result FROM results JOIN groups ON group_id = sample_id / 4096 WHERE task_index = 0")
     verdicts = Counter(json.loads(result)["verdict"] for (result,) in rows)
     assert set(verdicts) == {"time_limit"}, verdicts
     scene.detect(scene.injected_at)
@@ -304,7 +307,7 @@ CASES = [
     Case("poison-prompt", "generate", "a prompt kills every rollout node that takes it", _poison, (), {"coordinator.death_attempts": 3, "coordinator.task_attempts": 2, "rollout.fake.dies_on": BAD, "coordinator.shuffle": False}, _tasks_with_bad_one()),
     Case("stuck-rollout", "generate", "no generation of one of two nodes ever ends", _stuck_node, (19,), {"coordinator.generate_timeout_s": 1.0, "coordinator.max_steps": 3}),
     Case("straggler", "generate", "one prompt takes 20 times as long as the others", _straggler, (25, 33), {"rollout.fake.slow_on": BAD, "coordinator.shuffle": False, "rollout.fake.tokens_per_s": 100.0}, _tasks_with_bad_one(30), noticed=False),
-    Case("reward-sleeps-for-ever", "judge", "one task's tests sleep for ever", _sleeping_reward, (51,), {"coordinator.shuffle": False}, json.dumps({"task_id": "bad", "prompt": BAD, "tests": {"kind": "asserts", "entry_point": "f", "code": "import time\ntime.sleep(10**9)\nassert f(3) == 3", "limits": {"wall_s": 1.0}}}) + "\n" + task_lines(20)),
+    Case("reward-sleeps-for-ever", "judge", "the programs of one task sleep for ever when they are judged", _sleeping_reward, (51,), {"coordinator.shuffle": False, "rollout.fake.completion": SLEEPY}, SLEEPS + task_lines(20)),
     Case("kill-judge-process", "judge", "kill -9 of the process that judges, below a reward node", _judge_process(signal.SIGKILL), (54,)),
     Case("freeze-judge-process", "judge", "the process that judges is frozen for good, below one of two reward nodes", _judge_process(signal.SIGSTOP), (51,), {"coordinator.score_timeout_s": 1.5}),
     Case("task-never-judged", "judge", "every judgement of one task is an infrastructure error", _never_judged, (), {"coordinator.task_attempts": 2, "coordinator.shuffle": False}, json.dumps({"task_id": "bad", "prompt": BAD, "tests": {"kind": "custom", "grader": "no-such-grader"}}) + "\n" + task_lines(4)),
