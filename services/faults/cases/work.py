@@ -50,16 +50,16 @@ def _all_producers_die(scene: Scene) -> None:
 def _generator_always_raises(scene: Scene) -> None:
     roles = scene.run.start_all_but("a")
     scene.run.wait_for_nodes("judge", "learner")
-    roles["a"] = scene.run.start("rollout", "a")
     rule = scene.proxy.when("lease_failed", lambda _: None)
+    roles["a"] = scene.run.start("rollout", "a")
     scene.inject(rule.wait())
     scene.end(roles.pop("coordinator"), 1, says="told to fail")
     scene.finish(*roles.values())
 
 
 def _generator_sometimes_raises(scene: Scene) -> None:
-    roles = scene.run.start_all()
     rule = scene.proxy.when("lease_failed", lambda _: None)
+    roles = scene.run.start_all()
     scene.finish(*roles.values())
     scene.inject(rule.hits[0])
 
@@ -76,7 +76,8 @@ def _never_ends(scene: Scene) -> None:
     scene.finish(*roles.values())
     tried = Counter(_body(seen)["group_id"] for seen in _leases(scene, "bad"))
     limits = scene.run.config["coordinator"]
-    assert len(tried) <= limits["task_attempts"], f"the task was tried in {len(tried)} groups"
+    most = limits["task_attempts"] + 1  # one more may have been started before the last of them failed
+    assert len(tried) <= most, f"the task was tried in {len(tried)} groups"
     most = limits["generate_attempts"] + 1  # the try that the coordinator's death cut short is not counted
     assert max(tried.values()) <= most, f"tries by group: {dict(tried)}"
 
@@ -203,11 +204,11 @@ def _never_judged(scene: Scene) -> None:
 
 
 def _data_ends(scene: Scene) -> None:
-    roles = scene.run.start_all()
     rule = scene.proxy.when("end_of_data", lambda _: None)
+    roles = scene.run.start_all()
     scene.inject(rule.wait())
     scene.finish(*roles.values())
-    assert len(scene.run.commits()) == 3
+    assert len(scene.run.commits()) == 4, "the last step takes the one group that is left"
     scene.detect(scene.injected_at)
 
 
@@ -217,12 +218,13 @@ def _last_group_filtered(scene: Scene) -> None:
     scene.inject()
     scene.finish(*roles.values())
     statuses = dict(scene.run.query("SELECT task_index, status FROM groups"))
-    assert statuses == {0: "trained", 1: "trained", 2: "trained", 3: "trained", 4: "filtered"}, statuses
+    assert [statuses[index] for index in range(4)] == ["trained"] * 4, statuses
+    assert statuses[4] == "filtered", statuses
 
 
 def _equal_rewards(scene: Scene) -> None:
-    roles = scene.run.start_all()
     rule = scene.proxy.when("batch", lambda _: None)
+    roles = scene.run.start_all()
     scene.inject(rule.wait())
     scene.finish(*roles.values())
     summary = scene.run.summary()
@@ -233,9 +235,9 @@ def _equal_rewards(scene: Scene) -> None:
 
 def _nothing_after_the_end(scene: Scene) -> None:
     """The last batch is handed out: no group is admitted beyond it, and all leave."""
-    roles = scene.run.start_all()
     steps = scene.run.config["coordinator"]["max_steps"]
     rule = scene.proxy.when("batch", lambda _: None, skip=steps - 1)
+    roles = scene.run.start_all()
     scene.inject(rule.wait())
     scene.finish(*roles.values())
     scene.recovered_at = time.time()
@@ -254,8 +256,8 @@ def _interleavings(scene: Scene) -> None:
 
 def _one_node_fails(scene: Scene) -> None:
     bad = scene.run.start("rollout", "bad", overrides=("rollout.fake.fail_update_at=3",))
-    roles = scene.run.start_all("a", "b")
     rule = scene.proxy.when("sync_failed", lambda _: None)
+    roles = scene.run.start_all("a", "b")
     scene.inject(rule.wait(40))
     scene.finish(bad, *roles.values())
     assert [row["sync/acked"] for row in scene.run.summary()["steps"]] == [3, 3, 2, 3, 3, 3], (
@@ -265,8 +267,8 @@ def _one_node_fails(scene: Scene) -> None:
 
 
 def _every_node_fails(scene: Scene) -> None:
-    roles = scene.run.start_all("a", "b")
     rule = scene.proxy.when("sync_failed", lambda _: None)
+    roles = scene.run.start_all("a", "b")
     scene.inject(rule.wait(40))
     scene.steps(2)
     healthy = scene.run.start("rollout", "healthy", overrides=("rollout.fake.fail_update_at=0",))
@@ -276,8 +278,8 @@ def _every_node_fails(scene: Scene) -> None:
 
 def _slow_update(scene: Scene) -> None:
     """Updates take 0.5 s: nothing is sampled meanwhile, and every pause is in the books."""
-    roles = scene.run.start_all()
     rule = scene.proxy.when("sync_go", lambda _: None, node_id="a")
+    roles = scene.run.start_all()
     scene.inject(rule.wait())
     scene.finish(*roles.values())
     told = [_body(seen)["pause_s"] for seen in scene.proxy.seen if seen.kind == "sync_done"]
@@ -289,8 +291,8 @@ def _slow_update(scene: Scene) -> None:
 
 def _old_weights(scene: Scene) -> None:
     """The engine says v3 and holds v2's weights: the alarm refuses the first batch that was made with them."""
-    roles = scene.run.start_all()
     rule = scene.proxy.when("sync_done", lambda _: None, skip=2)
+    roles = scene.run.start_all()
     scene.inject(rule.wait())
     learner = roles.pop("learner")
     scene.end(learner, 7, says="engine and trainer differ")
