@@ -74,6 +74,10 @@ def encode(
     return [msgpack.packb(header, use_bin_type=True), *buffers]
 
 
+class ForeignPeer(ProtocolError):
+    """The sender is of another run or another protocol version: no message of its will ever be good. Others may be, when sent again."""
+
+
 def decode(frames: Sequence[bytes | memoryview]) -> Received:
     """The message in ``frames``.
 
@@ -116,7 +120,7 @@ def _decode_header(frames: Sequence[bytes | memoryview]) -> tuple[str, str, int,
     if not isinstance(raw, dict):
         raise ProtocolError(f"The header is malformed: a {type(raw).__name__}, not a map.")
     if raw.get("protocol") != PROTOCOL_VERSION:
-        raise ProtocolError(
+        raise ForeignPeer(
             f"Protocol version {str(raw.get('protocol'))[:20]} met version {PROTOCOL_VERSION}: "
             "all processes of a run must be of the same Forebay release."
         )
