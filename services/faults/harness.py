@@ -133,7 +133,7 @@ class Run:
     def start_all(self, *nodes: str) -> dict[str, Role]:
         """Coordinator, a reward node ``judge``, rollout nodes ``nodes`` (``a``), and the learner; if there are several of a
         kind, only when all nodes are in, so that the run does not end without one."""
-        early = [role.name for role in self.roles]
+        early = [role.name for role in self.roles if {"services.rollout", "services.reward"} & set(role.argv)]
         nodes = nodes or ("a",)
         roles = {"coordinator": self.start("coordinator"), "judge": self.start("reward", "judge")}
         roles |= {name: self.start("rollout", name) for name in nodes}
