@@ -118,6 +118,7 @@ async def test_a_node_of_another_protocol_version_is_refused(address, monkeypatc
         refused = decode(await raw.recv_multipart()).message
         assert isinstance(refused, m.Refused)
         assert "version 99" in refused.reason
+        assert refused.fatal
     await coordinator.close()
 
 
@@ -130,7 +131,9 @@ async def test_garbage_is_refused_and_the_coordinator_goes_on(address, frames):
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as raw:
         raw.connect(address)
         await raw.send_multipart(frames)
-        assert isinstance(decode(await raw.recv_multipart()).message, m.Refused)
+        refused = decode(await raw.recv_multipart()).message
+        assert isinstance(refused, m.Refused)
+        assert not refused.fatal, "a message may be damaged on its way, and is sent again"
     async with node_at(address) as node:
         await node.start(join_timeout_s=20)
     await coordinator.close()
