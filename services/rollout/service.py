@@ -38,6 +38,10 @@ class RolloutNode:
     ) -> None:
         self.run, self.config, self.engine, self.channel, self.waits = run, config, engine, channel, waits
         self._leases: dict[str, asyncio.Task[None]] = {}
+        self._settled_tokens = (
+            0  # that the coordinator has in its ledger: delivered, or thrown away while this node was idle
+        )
+        self._idle_tokens: int | None = None  # generated at the last heartbeat, if no lease was open
         self._plan: m.SyncPlan | None = None
         self._sync: asyncio.Task[None] | None = None
         self._go: asyncio.Future[None] | None = None
@@ -46,10 +50,14 @@ class RolloutNode:
         channel.beat_fields = self._beat_fields
 
     def _beat_fields(self) -> dict[str, Any]:
+        self._idle_tokens = None if self._leases else self.engine.generated_tokens()
         return {
             "lease_ids": list(self._leases),
             "holds": self.engine.holds,
-            "counters": {"generated_tokens": float(self.engine.generated_tokens())},
+            "counters": {
+                "generated_tokens": float(self.engine.generated_tokens()),
+                "settled_tokens": float(self._settled_tokens),
+            },
         }
 
     async def serve(self, stop: StopSignal) -> None:
@@ -73,6 +81,8 @@ class RolloutNode:
                 case m.CancelLease():
                     self._cancel(message.lease_id)
                 case m.HeartbeatAck():
+                    if self._idle_tokens is not None and not self._leases:
+                        self._settled_tokens = self._idle_tokens
                     for lease_id in message.lost_lease_ids:
                         self._cancel(lease_id)
                 case m.SyncPlan():
@@ -132,6 +142,7 @@ class RolloutNode:
             "logprobs": completion.logprobs,
         }
         await self.channel.request(result, arrays=arrays)
+        self._settled_tokens += int(completion.completion_ids.size)
 
     def _cancel(self, lease_id: str) -> None:
         if task := self._leases.get(lease_id):
