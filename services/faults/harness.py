@@ -141,10 +141,10 @@ class Run:
             self.wait_for_nodes(*early, *nodes, "judge")
         return roles | {"learner": self.start("learner")}
 
-    def start_all_but(self, *roles: str) -> dict[str, Role]:
-        """As ``start_all``, without ``roles``."""
+    def start_all_but(self, *names: str) -> dict[str, Role]:
+        """As ``start_all``, without those of these names."""
         fleet = {"coordinator": "coordinator", "judge": "reward", "a": "rollout", "learner": "learner"}
-        return {name: self.start(role, name) for name, role in fleet.items() if role not in roles}
+        return {name: self.start(role, name) for name, role in fleet.items() if name not in names}
 
     def forebay(self, *words: str) -> Role:
         """The ``forebay`` command."""
