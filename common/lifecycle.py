@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from common.errors import ForebayError
+from common.recorder import RECORDER
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -59,9 +60,20 @@ class StopSignal:
 
 
 def run_main(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """Run an async main to its exit code. A ``ForebayError`` is printed as its paragraph; anything else with its trace."""
+    """Run an async main to its exit code. A ``ForebayError`` is printed as its paragraph; anything else with its trace.
+
+    Either leaves a report of the process in the run's folder, for ``forebay postmortem``.
+    """
+
+    async def reported() -> int:
+        try:
+            return await main()
+        except Exception as error:  # while the loop and its tasks are still there to be looked at
+            RECORDER.write(error)
+            raise
+
     try:
-        return asyncio.run(main())
+        return asyncio.run(reported())
     except ForebayError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
@@ -70,3 +82,10 @@ def run_main(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
     except Exception:  # the last handler of the process: print all there is and exit non-zero
         traceback.print_exc()
         return 1
+
+
+def end_process(error: ForebayError) -> None:
+    """Say why, leave a report, and end this process now, whatever its other threads are in. Does not return."""
+    RECORDER.write(error)
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    os._exit(error.exit_code)

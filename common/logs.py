@@ -8,6 +8,8 @@ from typing import Any
 
 import structlog
 
+from common.recorder import RECORDER
+
 
 def setup(role: str, *, json: bool | None = None, level: str = "info", **ids: Any) -> structlog.stdlib.BoundLogger:
     """Configure logging of this process and return its logger, bound to ``role`` and ``ids``.
@@ -22,6 +24,7 @@ def setup(role: str, *, json: bool | None = None, level: str = "info", **ids: An
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
+            RECORDER.keep,  # the last lines go into this process's report
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),

@@ -13,19 +13,34 @@ import contextlib
 import itertools
 import os
 import socket
+import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import structlog
 import zmq
 import zmq.asyncio
 
 from common.errors import ConfigError, PeerError, ProtocolError
-from common.waits import WaitTable
+from common.loop_watch import LoopWatch
+from common.recorder import RECORDER
+from common.waits import Overdue, Wait, WaitTable
 from protocol.codec import MAX_ARRAY_BYTES, Array, ForeignPeer, Received, decode, encode
-from protocol.messages import Goodbye, Heartbeat, HeartbeatAck, Hello, Message, Refused, WaitInfo, Welcome
+from protocol.messages import (
+    Goodbye,
+    Heartbeat,
+    HeartbeatAck,
+    Hello,
+    Message,
+    Refused,
+    Report,
+    ReportRequest,
+    WaitInfo,
+    Welcome,
+)
 from protocol.security import Keys
 
 log = structlog.get_logger()
@@ -33,6 +48,7 @@ log = structlog.get_logger()
 HIGH_WATER_MARK = 10_000  # messages for one peer
 MAX_TAKEN = 512  # messages at one wake-up: what else the loop has to do comes in between
 HELLO_AGAIN_S = 5.0  # a hello or its answer may be lost with a coordinator that dies
+MAX_WAITS = 100  # in one heartbeat, the oldest first: more would tell nobody more
 
 
 def is_loopback(address: str) -> bool:
@@ -169,6 +185,8 @@ class NodeChannel:
 
     ``start`` joins; ``request`` sends and awaits the answer; ``pushes`` yields what the coordinator sends unasked.
     Reconnection is inside: when the coordinator restarts, the node says hello again and sends its open requests again.
+
+    The liveness contract is kept here: heartbeats carry the node's open waits, and one that nobody ends in time fails the channel.
     """
 
     def __init__(
@@ -200,9 +218,10 @@ class NodeChannel:
             keys.secure_client(self._socket)
         self._socket.connect(address)
         self._tasks: list[asyncio.Task[None]] = []
-        self._loop_lag_ms = 0.0
+        self._loop_watch = LoopWatch()
         self._heard_at = asyncio.get_running_loop().time()
         self._rejoining = False
+        self._join_timeout_s = 0.0
 
     async def start(self, *, join_timeout_s: float) -> Welcome:
         """Say hello and start the heartbeats. Later on, a coordinator that is silent for ``join_timeout_s`` fails the node.
@@ -210,9 +229,11 @@ class NodeChannel:
         Raises:
             PeerError: the coordinator isn't there within ``join_timeout_s``, or refuses this node.
         """
+        self._join_timeout_s = join_timeout_s
+        self._loop_watch.start()
         self._tasks.append(asyncio.create_task(self._receive(), name="receive"))
         try:
-            with self.waits.named("a welcome", on=f"coordinator at {self.address}", timeout_s=join_timeout_s):
+            with self._wait_for_welcome(join_timeout_s):
                 async with asyncio.timeout(join_timeout_s):
                     await self._hello()
         except TimeoutError:
@@ -229,8 +250,11 @@ class NodeChannel:
         """Send and await the answer, for ever if need be: the caller names and bounds the wait.
 
         Raises:
-            PeerError: the coordinator refused the message.
+            PeerError: the coordinator refused the message, or is gone.
+            WaitTimeout: the channel failed because a wait of this process was overdue.
         """
+        if self.failed.done():
+            self.failed.result()
         seq = next(self._seq)
         frames = encode(message, run_id=self.run_id, seq=seq, arrays=arrays)
         future: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
@@ -244,15 +268,17 @@ class NodeChannel:
             raise PeerError(f"The coordinator refused {message.kind}: {received.message.reason}")
         return received
 
-    async def tell(self, message: Message) -> None:
+    async def tell(self, message: Message, *, arrays: Mapping[str, Array] | None = None) -> None:
         """Send without waiting for the answer (which is read and dropped)."""
-        await self._socket.send_multipart(encode(message, run_id=self.run_id, seq=next(self._seq)), copy=False)
+        frames = encode(message, run_id=self.run_id, seq=next(self._seq), arrays=arrays)
+        await self._socket.send_multipart(frames, copy=False)
 
     async def guard(self, body: Coroutine[Any, Any, None]) -> None:
         """Run ``body``, a node's loop over ``pushes``, to its end.
 
         Raises:
             PeerError: the line failed first (and ``body`` was cancelled); or whatever ``body`` raises.
+            WaitTimeout: a wait of this process was overdue; likewise.
         """
         task = asyncio.create_task(body)
         try:
@@ -268,6 +294,7 @@ class NodeChannel:
 
     async def close(self, reason: str = "") -> None:
         """Say goodbye and close. Does not wait for open requests: finish them first."""
+        self._loop_watch.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -294,35 +321,52 @@ class NodeChannel:
                 self.welcome = received.message
                 return
 
+    def _wait_for_welcome(self, timeout_s: float) -> contextlib.AbstractContextManager[Wait]:
+        what = f"a welcome at {self.address}"
+        return self.waits.named(what, on="coordinator", timeout_s=timeout_s, limit_key="run.join_timeout_s")
+
     def _heartbeat(self) -> Heartbeat:
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         waits = [
             WaitInfo(
                 what=wait.what,
                 on=wait.on,
                 age_s=now - wait.since,
-                deadline_s=None if wait.deadline is None else wait.deadline - wait.since,
+                deadline_s=wait.deadline - wait.since,
+                limit_key=wait.limit_key,
+                onward=wait.onward,
             )
-            for wait in self.waits.snapshot()
+            for wait in self.waits.snapshot()[:MAX_WAITS]
         ]
-        return Heartbeat(capacity=self.capacity, waits=waits, loop_lag_ms=self._loop_lag_ms, **self.beat_fields())
+        return Heartbeat(
+            capacity=self.capacity,
+            waits=waits,
+            loop_lag_ms=self._loop_watch.take_lag_ms(),
+            loop_lag_max_ms=self._loop_watch.max_lag_ms,
+            blocked_at=self._loop_watch.blocked_at,
+            **self.beat_fields(),
+        )
 
     async def _beat(self, silence_limit_s: float) -> None:
         assert self.welcome is not None
         loop = asyncio.get_running_loop()
+        overdue = Overdue(self.waits)
         while not self.failed.done():
             await self.beat_now()
             await self._send_again(older_than_s=self.welcome.node_timeout_s)
             due = loop.time() + self.welcome.heartbeat_interval_s
             await asyncio.sleep(self.welcome.heartbeat_interval_s)
-            self._loop_lag_ms = max(0.0, (loop.time() - due) * 1000)
-            if loop.time() - self._heard_at > silence_limit_s + self._loop_lag_ms / 1000:
+            late_s = max(0.0, loop.time() - due)
+            if loop.time() - self._heard_at > silence_limit_s + late_s:
                 self._fail(
                     PeerError(
                         f"The coordinator at {self.address} has been silent for {silence_limit_s:.0f} s "
                         "(run.join_timeout_s). Restart it, then this node; the run goes on from its journal."
                     )
                 )
+            elif error := overdue.look():
+                log.error("wait_overdue", error=str(error))
+                self._fail(error)
 
     async def _send_again(self, *, older_than_s: float) -> int:
         """Requests whose answer is late, or that went to a coordinator before this one. Returns how many."""
@@ -355,6 +399,9 @@ class NodeChannel:
                         pending.future.set_result(received)
                 elif isinstance(message, HeartbeatAck) and not message.known:
                     self._tasks.append(asyncio.create_task(self._rejoin(), name="rejoin"))
+                elif isinstance(message, ReportRequest):
+                    data = np.frombuffer(RECORDER.report_bytes(), dtype=np.uint8)
+                    await self.tell(Report(pid=os.getpid()), arrays={"json_utf8": data})
                 elif isinstance(message, Refused) and message.fatal:
                     raise PeerError(f"The coordinator refused this node: {message.reason}")
                 elif isinstance(message, Refused):  # it came damaged; a request is sent again when its answer is late
@@ -370,7 +417,8 @@ class NodeChannel:
             return
         self._rejoining = True
         try:
-            await self._hello()
+            with self._wait_for_welcome(self._join_timeout_s):
+                await self._hello()
             num_requests = await self._send_again(older_than_s=0)
             log.info("rejoined", resent=num_requests)
         except PeerError as error:

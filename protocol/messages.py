@@ -38,7 +38,9 @@ class WaitInfo(BaseModel):
     what: str
     on: str
     age_s: float
-    deadline_s: float | None = None
+    deadline_s: float | None = None  # how long it may take in all
+    limit_key: str = ""  # the config key that says so
+    onward: bool = False  # see common.waits.Wait
 
 
 class OpenLease(BaseModel):
@@ -102,7 +104,9 @@ class Heartbeat(Message):
     holds: VersionTag | None = None
     waits: list[WaitInfo] = []
     counters: dict[str, float] = {}
-    loop_lag_ms: float = 0.0
+    loop_lag_ms: float = 0.0  # the worst since the last beat
+    loop_lag_max_ms: float = 0.0  # the worst of this process
+    blocked_at: str = ""  # what last held up its event loop, and for how long
 
 
 class HeartbeatAck(Message):
@@ -140,6 +144,21 @@ class Shutdown(Message):
     kind: ClassVar[str] = "shutdown"
 
     reason: str
+
+
+class ReportRequest(Message):
+    """Coordinator -> node: what do you wait for, where are your threads? Answered with ``Report``, whatever the node is doing."""
+
+    kind: ClassVar[str] = "report_request"
+
+
+class Report(Message):
+    """The state of a process for a post-mortem. Array: ``json_utf8`` uint8 [N], as ``common.recorder`` makes it."""
+
+    kind: ClassVar[str] = "report"
+    arrays: ClassVar[tuple[str, ...]] = ("json_utf8",)
+
+    pid: int
 
 
 # ---- coordinator -> rollout and back: generation ---------------------------------------------------------------------
@@ -462,6 +481,12 @@ class StopRequest(Message):
     kind: ClassVar[str] = "stop_request"
 
     reason: str
+
+
+class CollectReports(Message):
+    """Anyone: have every live process write its report into the run's folder. Acknowledged within seconds, with who did."""
+
+    kind: ClassVar[str] = "collect_reports"
 
 
 def all_messages() -> dict[str, type[Message]]:

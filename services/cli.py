@@ -59,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
 
     for name, text in (
         ("status", "nodes, versions, leases, buffer and ledger of a run"),
+        ("waits", "who waits on whom, since when and until when, and circles"),
         ("stop", "end a run in order"),
     ):
         tool = commands.add_parser(name, help=text)
@@ -67,8 +68,18 @@ def parser() -> argparse.ArgumentParser:
         where.add_argument("--address", help="the coordinator's address, tcp://HOST:PORT")
         tool.add_argument("--key-file", type=Path, help="with --address: the run's keys, if it has some")
         _add_set(tool)
-        if name == "status":
+        if name in ("status", "waits"):
             tool.add_argument("--json", action="store_true", help="everything, for programs")
+        if name == "waits":
+            tool.add_argument("--watch", action="store_true", help="again every second, until Ctrl-C")
+
+    postmortem = commands.add_parser(
+        "postmortem", help="one archive of what is known of a run that failed: waits, stacks, logs, queue, ledger"
+    )
+    postmortem.add_argument("run", type=Path, metavar="RUN", help="the run's folder; the run may be alive")
+    postmortem.add_argument(
+        "--out", type=Path, metavar="FILE.tar.gz", help="default: RUN-postmortem-DATE.tar.gz in this folder"
+    )
 
     keys = commands.add_parser(
         "keys", help="make the key file of a run, which encrypts and authenticates its connections"
@@ -186,9 +197,13 @@ def _role(args: argparse.Namespace) -> int:
             )
     config = _load(args)
     import common.logs
+    from common.recorder import RECORDER
 
     log = common.logs.setup(args.command, level=config.run.log_level, run=config.run.id)
     log.info("starting", version="0.1.0")
+    RECORDER.describe(
+        args.command, run_dir=config.run.run_dir, config=config.model_dump(mode="json"), node_id=args.node_id
+    )
     if args.command == "learner":
         from services.learner.service import main as learner_main
 
@@ -198,7 +213,8 @@ def _role(args: argparse.Namespace) -> int:
     if args.command == "coordinator":
         from services.coordinator.service import main as coordinator_main
 
-        return run_main(lambda: coordinator_main(config.run, config.coordinator))
+        resolved = config.model_dump_json(indent=1)
+        return run_main(lambda: coordinator_main(config.run, config.coordinator, resolved=resolved))
     if args.command == "rollout":
         from services.rollout.service import main as rollout_main
 
@@ -235,6 +251,19 @@ def _status(args: argparse.Namespace) -> int:
 
     address, keys = _where(args)
     return view.main(address, keys=keys, as_json=args.json)
+
+
+def _waits(args: argparse.Namespace) -> int:
+    from services import waits
+
+    address, keys = _where(args)
+    return waits.main(address, keys=keys, as_json=args.json, watch=args.watch)
+
+
+def _postmortem(args: argparse.Namespace) -> int:
+    from services import postmortem
+
+    return postmortem.main(args.run, args.out)
 
 
 def _stop(args: argparse.Namespace) -> int:
@@ -296,6 +325,8 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "judge": _judge,
     "check": _check,
     "status": _status,
+    "waits": _waits,
+    "postmortem": _postmortem,
     "stop": _stop,
     "keys": _keys,
     "eval": _eval,

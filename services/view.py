@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from common.wait_graph import cycle_text
 from protocol.client import ask
 from protocol.messages import StatusReply, StatusRequest
 from protocol.security import Keys
@@ -113,8 +114,8 @@ def _headline(status: Status) -> RenderableType:
 
 def _nodes(status: Status, rate: dict[str, float]) -> RenderableType:
     table = Table(title_justify="left")
-    for name in ("node", "role", "host", "weights or sandbox", "leases", "rate", "seen", "loop lag"):
-        table.add_column(name, justify="right" if name in ("leases", "rate", "seen", "loop lag") else "left")
+    for name in ("node", "role", "host", "weights or sandbox", "leases", "rate", "seen", "loop lag (max)"):
+        table.add_column(name, justify="right" if name in ("leases", "rate", "seen", "loop lag (max)") else "left")
     units = {"rollout": "tok/s", "reward": "judged/s", "learner": "tok/s"}
     for node in sorted(status["nodes"], key=lambda node: (node["role"], node["node_id"])):
         value = rate.get("trained" if node["role"] == "learner" else node["node_id"])
@@ -129,19 +130,21 @@ def _nodes(status: Status, rate: dict[str, float]) -> RenderableType:
             f"{node['leases']}/{node['capacity']}" if node["capacity"] else "-",
             "-" if value is None else f"{value:,.0f} {units[node['role']]}",
             f"{node['seen_s_ago']:.1f} s",
-            f"{node['loop_lag_ms']:.0f} ms",
+            f"{node['loop_lag_ms']:.0f} ({node['loop_lag_max_ms']:.0f}) ms",
         )
     return table
 
 
 def _waits(status: Status) -> RenderableType:
+    """Waits of the nodes, whose event loop stood still and where, and circles. ``forebay waits`` has all of it."""
     lines = [
-        f"{node['node_id']} waits {wait['age_s']:.1f} s for {wait['what']} from {wait['on']}"
-        for node in status["nodes"]
-        for wait in node["waits"]
-        if wait["age_s"] > 1.0
+        f"{wait['who']} waits {wait['age_s']:.1f} s for {wait['what']} from {wait['on']}"
+        for wait in status["waits"]
+        if wait["age_s"] > 1.0 and wait["who"] != "coordinator"
     ]
-    return Text("\n".join(lines), style="dim")
+    blocked = {"coordinator": status["blocked_at"]} | {node["node_id"]: node["blocked_at"] for node in status["nodes"]}
+    lines += [f"{name}: the event loop was blocked by {culprit}" for name, culprit in blocked.items() if culprit]
+    return Text("\n".join([*lines, *map(cycle_text, status["cycles"])]), style="dim")
 
 
 def final_tables(summary: Status, *, log_dir: str) -> RenderableType:
@@ -166,12 +169,22 @@ def _outcome(summary: Status, log_dir: str) -> RenderableType:
             f"{summary['num_syncs']}: {fmean(s['total_s'] for s in syncs):.2f} s each, of which generation paused "
             f"{fmean(s['pause_s'] for s in syncs):.2f} s; {syncs[-1]['bytes'] / 1e6:.1f} MB",
         )
+    if times := learner_time(summary["steps"]):
+        table.add_row("learner's time", times)
     gaps = [row["train/logprob_gap_mean"] for row in summary["steps"] if "train/logprob_gap_mean" in row]
     if gaps:
         table.add_row("log-prob gap", f"{fmean(gaps):.4f} nats per token on average, {max(gaps):.4f} at most")
     table.add_row("trained checkpoint", summary["export_dir"] or "none: the run did not reach its end")
     table.add_row("logs", log_dir)
     return table
+
+
+def learner_time(steps: list[dict[str, Any]]) -> str:
+    """What the learner did with its time in ``steps``; '' if no step measured it."""
+    parts = {"training": "time/train_s", "waiting for batches": "time/wait_batch_s", "publishing": "time/publish_s"}
+    sums = {name: sum(row.get(key, 0.0) for row in steps) for name, key in parts.items()}
+    total = sum(sums.values())
+    return ", ".join(f"{seconds / total:.0%} {name}" for name, seconds in sums.items()) if total else ""
 
 
 _LEDGER_ROWS = {

@@ -32,6 +32,7 @@ class CoordinatorConfig(StrictModel):
     node_timeout_s: float = Field(default=15.0, gt=0)  # silence after which a node is taken for dead
     generate_timeout_s: float = Field(default=300.0, gt=0)  # one generate lease
     score_timeout_s: float = Field(default=60.0, gt=0)  # one score lease
+    step_timeout_s: float = Field(default=3600.0, gt=0)  # one step of the learner, from its batch to its commit
     generate_attempts: int = Field(default=3, ge=1)  # of a group
     score_attempts: int = Field(default=3, ge=1)  # of a sample
     death_attempts: int = Field(default=3, ge=3)  # nodes that may die on a group, or on a sample, before it is given up

@@ -44,6 +44,8 @@ class Node:
     waits: list[WaitInfo] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
     loop_lag_ms: float = 0.0
+    loop_lag_max_ms: float = 0.0
+    blocked_at: str = ""  # what last held up its event loop
     delivered_tokens: int = 0  # completion tokens of its results and of leases it gave up, this session
     lease_ids: set[str] = field(default_factory=set)
     fenced_reason: str = ""  # the error of its last weight update, if that failed
@@ -110,6 +112,7 @@ class Members:
         node.seen_at, node.capacity, node.waits = now, beat.capacity, beat.waits
         node.holds = beat.holds  # its word on a late update, whose round is over
         node.counters, node.loop_lag_ms = beat.counters, beat.loop_lag_ms
+        node.loop_lag_max_ms, node.blocked_at = beat.loop_lag_max_ms, beat.blocked_at
         return [lease_id for lease_id in beat.lease_ids if lease_id not in node.lease_ids]
 
     def of_role(self, role: str) -> list[Node]:

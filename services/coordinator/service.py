@@ -17,6 +17,7 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ import structlog
 
 from common.errors import ConfigError, ForebayError, InvariantError, ProtocolError, WaitTimeout
 from common.lifecycle import StopSignal
+from common.loop_watch import LoopWatch
+from common.recorder import RECORDER, write_atomically
 from protocol import messages as m
 from protocol.channel import CoordinatorSocket, Outgoing, is_loopback
 from protocol.codec import Array, Received
@@ -37,14 +40,17 @@ from services.coordinator.journal import Journal
 from services.coordinator.leases import LeaseDesk
 from services.coordinator.membership import Members, Node
 from services.coordinator.pool import Pool, Record
+from services.coordinator.reports import Reports
 from services.coordinator.status import build_status
 from services.coordinator.updates import WeightUpdates
+from services.coordinator.waits import FirstSeen, HandedOut, observe, step_overdue, waits_text
 
 log = structlog.get_logger()
 
 TICK_S = 0.2
 STALL_S = 1.0  # a tick that is so late means that this process stood still
 KEPT_ANSWERS = 8192  # of each node: far more than it can have open
+KEEP_STATUS_S = 5.0  # how old the last status may be that a kill -9 leaves in the run's folder
 
 
 class Coordinator:
@@ -71,6 +77,11 @@ class Coordinator:
         self.end_reason = ""
         self.started_at = time.monotonic()
         self._progress_at = self.started_at
+        self._status_kept_at = self.started_at
+        self.handed_out: HandedOut | None = None
+        self.first_seen = FirstSeen()
+        self.loop_watch = LoopWatch()
+        self.reports = Reports(Path(run.run_dir), reply=self._reply)
         self._batch_wait: tuple[bytes, int, int] | None = None  # identity, seq, step
         self._replays: set[asyncio.Task[None]] = set()
         self._outbox: list[Outgoing] = []
@@ -95,6 +106,7 @@ class Coordinator:
         self._handlers: dict[type[m.Message], Callable[[Node, Any, Received], None]] = {
             m.Heartbeat: self._on_heartbeat,
             m.Goodbye: self._on_goodbye,
+            m.Report: self.reports.on_report,
             m.SampleResult: self.leases.on_sample,
             m.ScoreResult: self.leases.on_score,
             m.SuiteRequest: self.leases.on_suite_request,
@@ -120,6 +132,7 @@ class Coordinator:
         ]
         stopped = asyncio.create_task(stop.event.wait())
         ended = asyncio.create_task(self._ended.wait())
+        self.loop_watch.start()
         log.info("serving", address=self.run.address, version=self.pool.version, tasks=len(self.tasks))
         try:
             await asyncio.wait([*tasks, stopped, ended], return_when=asyncio.FIRST_COMPLETED)
@@ -129,7 +142,11 @@ class Coordinator:
             if self.state == "running":
                 self._end("stopped", "the coordinator was told to stop")
             await self._let_nodes_leave(tasks)
+        except Exception:
+            await self._collect_last_reports(tasks)
+            raise
         finally:
+            self.loop_watch.stop()
             for task in [*tasks, *self._replays, stopped, ended]:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -139,12 +156,17 @@ class Coordinator:
         if self._failure is not None:
             raise self._failure
 
+    async def _collect_last_reports(self, tasks: list[asyncio.Task[None]]) -> None:
+        """The loop itself is broken: ask the nodes past it, so that their stacks of this moment are kept."""
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.reports.collect_over(self.socket, list(self.members.nodes.values()))
+
     def _write_summary(self) -> None:
         """The last status, for whoever reads the run's folder afterwards; the journal remains the truth."""
-        partial = Path(self.run.run_dir) / "summary.json.partial"
         try:
-            partial.write_text(json.dumps(build_status(self), indent=1))
-            partial.rename(partial.with_suffix(""))
+            write_atomically(Path(self.run.run_dir) / "summary.json", json.dumps(build_status(self), indent=1).encode())
         except OSError as error:  # of a full disk, say: then the journal alone has it
             log.error("no_summary", error=str(error))
 
@@ -172,6 +194,8 @@ class Coordinator:
                 self._forgive(stall_s)
             ticked_at = now
             self._expire(now)
+            if self.state == "running" and now - self._status_kept_at > KEEP_STATUS_S:
+                self._keep_status()
             self._flush()
 
     def _forgive(self, stall_s: float) -> None:
@@ -180,6 +204,13 @@ class Coordinator:
         self.members.forgive(stall_s)
         self.updates.forgive(stall_s)
         self._progress_at += stall_s
+        if self.handed_out is not None:
+            self.handed_out = replace(self.handed_out, since=self.handed_out.since + stall_s)
+
+    def _keep_status(self) -> None:
+        """For a post-mortem: what the run was like when it failed, or shortly before this process was killed."""
+        self._status_kept_at = time.monotonic()
+        self.reports.keep(Path(self.run.run_dir) / "status.json", json.dumps(build_status(self)).encode())
 
     def _flush(self) -> None:
         """Give out what can be given out, then queue records and messages, in order."""
@@ -211,6 +242,7 @@ class Coordinator:
         sent = asyncio.create_task(self._sends.join())  # whoever asked for the end gets an answer
         await asyncio.wait([sent, *tasks], return_when=asyncio.FIRST_COMPLETED)
         sent.cancel()
+        await self.reports.finish()
 
     # ---- messages ----
 
@@ -223,6 +255,9 @@ class Coordinator:
         if isinstance(message, m.StopRequest):
             self._end("stopped", message.reason)
             return self._reply(identity, m.Ack(), re)
+        if isinstance(message, m.CollectReports):
+            self._collecting = asyncio.create_task(self._collect_reports(identity, re))
+            return None
         node = self.members.by_identity(identity)
         if node is None:
             if isinstance(message, m.Heartbeat):
@@ -240,6 +275,12 @@ class Coordinator:
         except (InvariantError, ProtocolError) as error:
             self._fail(error)
         return None
+
+    async def _collect_reports(self, identity: bytes, re: int) -> None:
+        silent = await self.reports.collect(list(self.members.nodes.values()))
+        self._keep_status()
+        await self.reports.finish()
+        self._reply(identity, m.Ack(accepted=not silent, reason=silent and f"no report from {silent}"), re)
 
     def _on_hello(self, identity: bytes, re: int, hello: m.Hello) -> None:
         reason = self._refusal(hello)
@@ -309,6 +350,10 @@ class Coordinator:
         if node is None:
             return
         log.info("node_left", node=node_id, role=node.role, reason=reason, open_leases=len(leases))
+        if died:
+            self.reports.node_died(node, reason)
+        if self.handed_out and self.handed_out.node_id == node_id:
+            self.handed_out = None
         self.pool.count_lost(node.tokens_in_flight)
         self._answers.pop(node.identity, None)
         self.leases.interrupted(leases, died=reason if died else "")
@@ -322,19 +367,17 @@ class Coordinator:
             self._drop_node(node.node_id, f"{node.node_id}: {reason}", died=True)
         self.leases.expire(now)
         self.updates.expire(now)
+        observe(self, now)
+        if self.state == "running" and (error := step_overdue(self, now)):
+            self._fail(error)
         if self.state == "running" and now - self._progress_at > self.config.no_progress_timeout_s:
             self._fail(WaitTimeout(self._no_progress_text(now)))
 
     def _no_progress_text(self, now: float) -> str:
         roles = ", ".join(f"{len(self.members.of_role(role))} {role}" for role in ("rollout", "reward", "learner"))
-        waits = "; ".join(
-            f"{node.node_id} waits {wait.age_s:.0f} s for {wait.what} from {wait.on}"
-            for node in self.members.nodes.values()
-            for wait in node.waits
-        )
         return (
             f"Nothing has happened for {now - self._progress_at:.0f} s (coordinator.no_progress_timeout_s). Live nodes: {roles}. "
-            f"Waits: {waits or 'none'}. Start the missing role and resume the run; the journal has everything."
+            f"Waits: {waits_text(self)}. Start the missing role and resume the run; the journal has everything."
         )
 
     # ---- batches and steps ----
@@ -351,11 +394,13 @@ class Coordinator:
             replay = asyncio.create_task(self._replay(identity, seq, step))
             self._replays.add(replay)
             replay.add_done_callback(self._replays.discard)
+            self._note_handed_out(identity, step)
         elif self.pool.finished:
             self._reply(identity, m.EndOfData(reason=f"{self.pool.version} steps are done"), seq)
         elif groups := self.pool.take_batch(step):
             batch, arrays = make_batch(step, groups, replay=False)
             self._reply(identity, batch, seq, arrays)
+            self._note_handed_out(identity, step)
         elif self.updates.wanted(self.pool.version):
             self._reply(identity, m.Resync(tag=tag), seq)
         else:
@@ -372,6 +417,10 @@ class Coordinator:
             self._fail(error)
         self._flush()
 
+    def _note_handed_out(self, identity: bytes, step: int) -> None:
+        if learner := self.members.by_identity(identity):
+            self.handed_out = HandedOut(step, learner.node_id, time.monotonic())
+
     def _on_commit(self, node: Node, message: m.StepCommitted, received: Received) -> None:
         fixed = [group for group in self.pool.groups.values() if group.step == message.step]
         metrics = (batch_metrics(fixed, self.pool.version) if fixed else {}) | message.metrics
@@ -379,6 +428,8 @@ class Coordinator:
         batch = self.pool.commit(message.step, ledger | metrics)
         node.checkpoint_step = max(node.checkpoint_step, message.checkpoint_step)
         self.pool.forget(replay_from=message.replay_from)
+        if self.handed_out and message.step >= self.handed_out.step:
+            self.handed_out = None
         if batch:
             self._note_progress()
             self.steps.append((message.step, time.time(), metrics))
@@ -393,6 +444,9 @@ class Coordinator:
     def _end(self, state: str, reason: str) -> None:
         if self.state != "running":
             return
+        if state == "failed":  # their stacks of this moment, before the Shutdown below changes them
+            self.reports.ask(self.members.nodes.values())
+            self._keep_status()
         self.state, self.end_reason = state, reason
         log.info("run_ends", state=state, reason=reason)
         for node in self.members.nodes.values():
@@ -455,10 +509,15 @@ def open_coordinator(run: RunConfig, config: CoordinatorConfig) -> Coordinator:
         raise
 
 
-async def main(run: RunConfig, config: CoordinatorConfig) -> int:
-    """Body of the coordinator process: its exit code."""
+async def main(run: RunConfig, config: CoordinatorConfig, *, resolved: str = "") -> int:
+    """Body of the coordinator process: its exit code. ``resolved`` is the whole config, for the run's folder if it lacks one."""
     stop = StopSignal()
     coordinator = open_coordinator(run, config)
+    kept = Path(run.run_dir) / "config.json"
+    if resolved and not kept.exists():
+        write_atomically(kept, resolved.encode())
+    RECORDER.describe("coordinator", run_dir=run.run_dir)
+    RECORDER.facts = lambda: {"status": build_status(coordinator)}
     # Messages are many small objects that live for a moment and form no cycles; looking for those was a seventh of all time.
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)

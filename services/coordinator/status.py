@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from services.coordinator.groups import GroupStatus
 from services.coordinator.membership import Node, is_current
+from services.coordinator.waits import all_waits, cycles
 
 if TYPE_CHECKING:
     from services.coordinator.service import Coordinator
 
 RECENT_STEPS = 200
 RECENT_TASKS_OUT = 50
+OLDEST_GROUPS = 20
 
 
 def build_status(coordinator: Coordinator) -> dict[str, Any]:
@@ -23,7 +25,10 @@ def build_status(coordinator: Coordinator) -> dict[str, Any]:
     by_status = {str(status): 0 for status in (GroupStatus.OPEN, GroupStatus.READY, GroupStatus.BATCHED)}
     for group in pool.groups.values():
         by_status[str(group.status)] += 1
+    waits = all_waits(coordinator)
     return {
+        "at": time.time(),
+        "started_at": time.time() - (time.monotonic() - coordinator.started_at),
         "run_id": coordinator.run.id,
         "run_dir": str(coordinator.run.run_dir),
         "state": coordinator.state,
@@ -43,6 +48,11 @@ def build_status(coordinator: Coordinator) -> dict[str, Any]:
         "max_staleness": coordinator.config.max_staleness,
         "verdicts": dict(coordinator.leases.verdicts),
         "verdicts_copied": coordinator.leases.num_copied,
+        "waits": [wait.as_dict() for wait in waits],
+        "cycles": cycles(coordinator, waits),
+        "loop_lag_max_ms": coordinator.loop_watch.max_lag_ms,
+        "blocked_at": coordinator.loop_watch.blocked_at,
+        "oldest_groups": _oldest_groups(coordinator),
         "nodes": [_node(node, pool.version) for node in members.nodes.values()],
         "steps": [{"step": step, "at": at, **metrics} for step, at, metrics in coordinator.steps[-RECENT_STEPS:]],
         "first_rewards": [metrics.get("reward/mean", 0.0) for _, _, metrics in coordinator.steps[:5]],
@@ -57,6 +67,27 @@ def build_status(coordinator: Coordinator) -> dict[str, Any]:
         if coordinator.journal.full_since is None
         else time.monotonic() - coordinator.journal.full_since,
     }
+
+
+def _oldest_groups(coordinator: Coordinator) -> list[dict[str, Any]]:
+    """The live groups that were admitted first: if the run is stuck, on one of these."""
+    size = coordinator.config.group_size
+    groups = sorted(coordinator.pool.groups.values(), key=lambda group: group.group_id)[:OLDEST_GROUPS]
+    return [
+        {
+            "group_id": group.group_id,
+            "task_id": coordinator.tasks[group.task_index].task_id,
+            "status": str(group.status),
+            "step": group.step,
+            "admitted_version": group.admitted_version,
+            "not_generated": len(group.missing(size)),
+            "not_judged": sum(s.result is None and not s.lost for s in group.samples.values()),
+            "generate_attempts": group.generate_attempts,
+            "score_attempts": max((s.score_attempts for s in group.samples.values()), default=0),
+            "failed_on": sorted(group.avoid_nodes.union(*(s.avoid_nodes for s in group.samples.values()))),
+        }
+        for group in groups
+    ]
 
 
 def _node(node: Node, version: int) -> dict[str, Any]:
@@ -75,6 +106,8 @@ def _node(node: Node, version: int) -> dict[str, Any]:
         "seen_s_ago": now - node.seen_at,
         "joined_s_ago": now - node.joined_at,
         "loop_lag_ms": node.loop_lag_ms,
+        "loop_lag_max_ms": node.loop_lag_max_ms,
+        "blocked_at": node.blocked_at,
         "counters": node.counters,
         "waits": [wait.model_dump() for wait in node.waits],
     }

@@ -35,6 +35,11 @@ class WeightUpdates:
         self._standing = StandingGroup()
         self.finished: list[dict[str, float]] = []
 
+    @property
+    def round(self) -> SyncRound | None:
+        """The update that is under way."""
+        return self._round
+
     def new_learner(self) -> None:
         """Another process sends from now on: no group that stands is its."""
         self._standing.break_up()

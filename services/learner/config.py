@@ -86,6 +86,9 @@ class LearnerConfig(StrictModel):
     wait_timeout_s: float = Field(
         default=600.0, gt=0.0, description="longest wait of one rank for another inside a collective operation"
     )
+    stop_timeout_s: float = Field(
+        default=5.0, gt=0.0, description="when the run was stopped within a step: for the answer to its commit"
+    )
     deterministic: bool = Field(
         default=False, description="torch's deterministic algorithms: equal runs give equal bits, where they cost speed"
     )

@@ -7,11 +7,13 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from common.errors import TrainingError
 from services.learner.packing import TrainSample
@@ -21,12 +23,12 @@ from services.learner.policy import StepStats
 class FakePolicy:
     """Its weight is a running checksum of all it was trained on: equal histories give equal weights, and only those."""
 
-    def __init__(self, *, step_s: float, die_at_step: int = 0, gap_alarm: float | None = None) -> None:
+    def __init__(self, *, step_s: float, rank: int = 0, die_at_step: int = 0, gap_alarm: float | None = None) -> None:
         self.device = torch.device("cpu")
         self.weight = 0.0
+        self.is_sender = rank == 0  # every rank trains the same; this one speaks for all
         self._step_s, self._die_at_step, self._gap_alarm = step_s, die_at_step, gap_alarm
 
-    is_sender = True
     stage = 0
 
     def train_step(self, samples: Sequence[TrainSample], *, total_steps_done: int) -> StepStats:
@@ -78,6 +80,8 @@ class FakePolicy:
     def save_checkpoint(self, root: Path, step: int, extra: dict[str, Any]) -> Path:
         """One JSON file in the folder that a real policy would write."""
         folder = root / f"step-{step:08d}"
+        if not self.is_sender:
+            return folder
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / "fake.json.partial"
         partial.write_text(json.dumps({"step": step, "extra": extra, "weight": self.weight}))
@@ -92,5 +96,15 @@ class FakePolicy:
 
     def export_hf(self, target: Path) -> None:
         """The weight as JSON."""
+        if not self.is_sender:
+            return
         target.mkdir(parents=True, exist_ok=True)
         (target / "fake.json").write_text(json.dumps({"weight": self.weight}))
+
+
+def init_world(*, timeout_s: float) -> int:
+    """Join the torchrun world that this process is part of, if there is one; returns the rank."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return 0
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    return dist.get_rank()

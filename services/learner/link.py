@@ -1,6 +1,7 @@
 """The learner's line to the coordinator: an event loop in a thread of its own, with blocking calls for the training loop.
 
-Training blocks its thread for seconds; the heartbeats of the channel must go on meanwhile. Only rank 0 has a link.
+Training blocks its thread for seconds; the heartbeats of the channel must go on meanwhile. Only rank 0 has a link. When the training
+thread sits in a wait that is overdue and that nothing can interrupt, the link ends the process, and says what it waited for.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import structlog
 
-from common.errors import PeerError
-from common.waits import WaitTable
+from common.errors import PeerError, WaitTimeout
+from common.lifecycle import end_process
+from common.recorder import RECORDER
+from common.waits import Overdue, WaitTable, expired
 from protocol import messages as m
 from protocol.channel import NodeChannel
 from protocol.codec import Received
@@ -27,29 +30,48 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
+END_GRACE_S = 3.0  # for the training thread to end by itself, once a wait of it is overdue
+LOOK_S = 1.0  # between looks for such waits when the channel, which looks at each heartbeat, has failed
+
+
+class NotYet:
+    """``next_work`` without an answer so far: the question stays open."""
+
 
 class Link:
     """Joins on construction. All methods block the caller; ``next_work`` and the sync calls end early on a stop."""
 
-    def __init__(self, run: RunConfig, *, checkpoint_step: int, node_id: str = "") -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        *,
+        checkpoint_step: int,
+        node_id: str = "",
+        waits: WaitTable | None = None,
+        stop_timeout_s: float = 5.0,
+    ) -> None:
         """Join the run.
 
         Raises:
             PeerError: no coordinator within ``run.join_timeout_s``, or it refuses this learner.
         """
         self.run = run
-        self.waits = WaitTable()
+        self.waits = waits or WaitTable()
         self.counters: dict[str, float] = {}
+        self.signum: int | None = None
+        self.run_stopped = ""  # the reason, once the coordinator has ended the run
+        self._stop_timeout_s = stop_timeout_s
         self._plan: m.SyncPlan | None = None  # of the last update
+        self._work: asyncio.Task[Received] | None = None  # the open question for a batch
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="link", daemon=True)
         self._thread.start()
-        self._stop = self._call(self._make_event())
+        self._stop, self._shutdown = self._call(self._make_events())
         self._node_id = node_id or f"learner-{socket.gethostname()}-{os.getpid()}"
         self.welcome = self._call(self._join(checkpoint_step))
 
-    async def _make_event(self) -> asyncio.Event:
-        return asyncio.Event()
+    async def _make_events(self) -> tuple[asyncio.Event, asyncio.Event]:
+        return asyncio.Event(), asyncio.Event()
 
     async def _join(self, checkpoint_step: int) -> m.Welcome:
         self._channel = NodeChannel(
@@ -60,9 +82,10 @@ class Link:
             waits=self.waits,
             keys=self.run.read_keys(),
         )
+        RECORDER.describe("learner", run_dir=self.run.run_dir, node_id=self._node_id, waits=self.waits)
         self._channel.hello_fields = lambda: {"checkpoint_step": checkpoint_step}
         self._channel.beat_fields = lambda: {"counters": self.counters}
-        self._pushes = asyncio.create_task(self._watch_pushes())
+        self._tasks = [asyncio.create_task(self._watch_pushes()), asyncio.create_task(self._watch_failure())]
         return await self._channel.start(join_timeout_s=self.run.join_timeout_s)
 
     async def _watch_pushes(self) -> None:
@@ -70,10 +93,23 @@ class Link:
             message = (await self._channel.pushes.get()).message
             if isinstance(message, m.Shutdown):
                 log.info("shutdown", reason=message.reason)
+                self.run_stopped = message.reason or "the run is over"
+                self._shutdown.set()
                 self._stop.set()
             elif isinstance(message, m.SyncAborted):
                 log.warning("sync_aborted", reason=message.reason)
                 await self._call_off(message)
+
+    async def _watch_failure(self) -> None:
+        """Who asks or waits through the link hears of a failure. Who sits in a collective or a broadcast does not: this ends it."""
+        await asyncio.wait([self._channel.failed])
+        error = self._channel.failed.exception()
+        overdue = Overdue(self.waits)
+        while not isinstance(error, WaitTimeout):  # the channel no longer looks
+            await asyncio.sleep(LOOK_S)
+            error = overdue.look()
+        await asyncio.sleep(END_GRACE_S)
+        end_process(error)
 
     async def _call_off(self, aborted: m.SyncAborted) -> None:
         """The training thread, or another rank's, may sit in a broadcast that will never end by itself."""
@@ -96,59 +132,102 @@ class Link:
             self.signum = signum
             self._loop.call_soon_threadsafe(self._stop.set)
 
-        self.signum: int | None = None
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, on_signal)
 
-    def next_work(self, step: int) -> Received | None:
-        """The answer to ``BatchRequest(step)``: Batch, Resync or EndOfData. None: stop."""
-        return self._call(self._next_work(step))
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal or the coordinator has asked for the end."""
+        return self.signum is not None or bool(self.run_stopped)
 
-    async def _next_work(self, step: int) -> Received | None:
-        with self.waits.named(f"the batch of step {step}", on="coordinator"):
-            return await self._or_stop(self._channel.request(m.BatchRequest(step=step)))
+    def next_work(self, step: int, *, within_s: float | None = None) -> Received | NotYet | None:
+        """The answer to ``BatchRequest(step)``: Batch, Resync or EndOfData. None: stop.
+
+        ``NotYet`` after ``within_s``: the request stays open, and the next call for the step goes on waiting for it.
+        """
+        return self._call(self._next_work(step, within_s))
+
+    async def _next_work(self, step: int, within_s: float | None) -> Received | NotYet | None:
+        if self._work is None:
+            self._work = asyncio.create_task(self._ask_for_work(step))
+        work, stop = self._work, asyncio.create_task(self._stop.wait())
+        waiting = [work, stop, self._channel.failed]
+        try:
+            await asyncio.wait(waiting, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            if stop.done():
+                return None
+            if self._channel.failed.done():
+                self._channel.failed.result()
+            return NotYet()
+        finally:
+            over = work.done() or stop.done() or self._channel.failed.done()
+            stop.cancel()
+            if over:
+                self._work = None
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+
+    async def _ask_for_work(self, step: int) -> Received:
+        what, timeout_s = f"the batch of step {step}", self.run.idle_timeout_s
+        with self.waits.named(what, on="coordinator", timeout_s=timeout_s, limit_key="run.idle_timeout_s", onward=True):
+            return await self._channel.request(m.BatchRequest(step=step))
 
     def ask(self, message: m.Message, *, what: str, timeout_s: float) -> m.Message:
-        """Send and await the answer.
+        """Send and await the answer. Once the run was stopped, for ``learner.stop_timeout_s`` only.
 
         Raises:
             WaitTimeout: none within ``timeout_s``.
             PeerError: refused, or the coordinator is gone.
         """
-        request: Callable[[], Coroutine[Any, Any, Received]] = lambda: self._channel.request(message)  # noqa: E731
-        received = self._call(
-            self.waits.wait_for(request(), what, on="coordinator", timeout_s=timeout_s, limit_key="run.sync_timeout_s")
-        )
-        if isinstance(received.message, m.SyncPlan):
-            self._plan = received.message
-        return received.message
+        answer = self._call(self._ask(message, what, timeout_s)).message
+        if isinstance(answer, m.SyncPlan):
+            self._plan = answer
+        return answer
+
+    async def _ask(self, message: m.Message, what: str, timeout_s: float) -> Received:
+        on, limit_key = self._who_answers(message), "run.sync_timeout_s"
+        request: asyncio.Task[Received] = asyncio.create_task(self._channel.request(message))
+        shutdown = asyncio.create_task(self._shutdown.wait())
+        try:
+            with self.waits.named(
+                what, on=on, timeout_s=timeout_s, limit_key=limit_key, onward=on != "coordinator"
+            ) as wait:
+                await asyncio.wait([request, shutdown], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                if not request.done() and shutdown.done():
+                    await asyncio.wait([request], timeout=self._stop_timeout_s)
+                if request.done():
+                    return request.result()
+                if shutdown.done():
+                    raise PeerError(
+                        f"The run was stopped ({self.run_stopped}), and the coordinator gave no {what} within "
+                        f"{self._stop_timeout_s:g} s (learner.stop_timeout_s)."
+                    )
+                raise expired(wait)
+        finally:
+            for task in (request, shutdown):
+                task.cancel()
+            await asyncio.gather(request, shutdown, return_exceptions=True)
+
+    def _who_answers(self, message: m.Message) -> str:
+        """The coordinator passes the engines' answers on: within an update the wait is for them."""
+        if isinstance(message, m.SyncReady | m.SyncSent) and self._plan is not None and self._plan.members:
+            return ", ".join(member.node_id for member in self._plan.members)
+        return "coordinator"
 
     def close(self, reason: str) -> None:
         """Say goodbye and end the thread."""
 
         async def leave() -> None:
-            self._pushes.cancel()
+            for task in self._tasks:
+                task.cancel()
             await self._channel.close(reason)
 
         self._call(leave())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-    async def _or_stop(self, request: Coroutine[Any, Any, T]) -> T | None:
-        work = asyncio.create_task(request)
-        stop = asyncio.create_task(self._stop.wait())
-        await asyncio.wait([work, stop, self._channel.failed], return_when=asyncio.FIRST_COMPLETED)
-        try:
-            if work.done():
-                return work.result()
-            if self._channel.failed.done():
-                raise self._channel.failed.exception() or PeerError("The coordinator is gone.")
-            return None
-        finally:
-            for task in (work, stop):
-                task.cancel()
-            await asyncio.gather(work, stop, return_exceptions=True)
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()

@@ -12,6 +12,7 @@ as the same bytes.
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from collections.abc import Sequence
@@ -22,15 +23,17 @@ import numpy as np
 import structlog
 import torch
 
-from common.errors import ForebayError, InvariantError
+from common.errors import InvariantError, PeerError, WaitTimeout
 from common.net import own_address_towards
+from common.recorder import RECORDER
+from common.waits import WaitTable
 from protocol import messages as m
 from protocol.codec import Received
 from protocol.config import RunConfig
 from services.learner.advantages import group_advantages
 from services.learner.checkpoints import latest_checkpoint, prune_checkpoints
 from services.learner.config import LearnerConfig, ObjectiveConfig
-from services.learner.link import Link
+from services.learner.link import Link, NotYet
 from services.learner.packing import TrainSample
 from services.learner.policy import Policy
 from services.learner.weight_sender import WeightSender, publish
@@ -48,12 +51,23 @@ class Learner:
         self.run_config, self.config, self.policy, self.world = run, config, policy, world
         self.step = self._resume()  # optimizer steps done = the version of the weights at hand
         self.checkpoint_step = self.step if self.step else -1
-        self.link = Link(run, checkpoint_step=self.step, node_id=node_id) if world.rank == 0 else None
-        self.incarnation = world.share_int(self.link.welcome.tag.incarnation if self.link else 0)
+        self._wait_batch_s = 0.0  # since the last step
+        self.link = self._join(node_id) if world.rank == 0 else None
+        incarnation = self.link.welcome.tag.incarnation if self.link else 0
+        self.incarnation = world.share_int(incarnation, "the run's incarnation")
         host = config.host or own_address_towards(run.address)
         dtype = None if config.publish_dtype == "parameters" else getattr(torch, config.publish_dtype)
-        self.sender = WeightSender(policy, host=host, timeout_s=run.sync_timeout_s, dtype=dtype)
-        self.stores = world.gather_text(self.sender.address)
+        self.sender = WeightSender(policy, host=host, timeout_s=run.sync_timeout_s, dtype=dtype, waits=world.waits)
+        self.stores = world.gather_text(self.sender.address, "the addresses of all senders")
+
+    def _join(self, node_id: str) -> Link:
+        return Link(
+            self.run_config,
+            checkpoint_step=self.step,
+            node_id=node_id,
+            waits=self.world.waits,
+            stop_timeout_s=self.config.stop_timeout_s,
+        )
 
     def run(self) -> int:
         """Train until the coordinator says that it is over, or a stop. Returns the exit code."""
@@ -66,17 +80,19 @@ class Learner:
             match work.message:
                 case m.Batch() as batch:
                     metrics = self._train(batch, work.arrays)
-                    if not batch.replay:
-                        metrics |= self._publish(only_fenced=False)
-                    self._commit(metrics)
+                    if not self._hand_over(metrics, replay=batch.replay):
+                        return self._leave()
                 case m.Resync():
-                    self._publish(only_fenced=True)
+                    self._resync()
                 case m.EndOfData() as end:
                     log.info("end_of_data", reason=end.reason)
                     self._finish()
                     break
         if self.step != max(0, self.checkpoint_step):
             self._checkpoint()
+        return self._leave()
+
+    def _leave(self) -> int:
         self.sender.leave()
         if self.link:
             self.link.close("done")
@@ -94,8 +110,18 @@ class Learner:
         return step
 
     def _next_work(self) -> Received | None:
-        received = self.link.next_work(self.step + 1) if self.link else None
-        return self.world.share_message(received, run_id=self.run_config.id)
+        """Rank 0 waits for the coordinator as long as that takes; the others, in a collective with a limit, hear in between that there
+        is nothing yet."""
+        started, step = time.monotonic(), self.step + 1
+        within_s = None if self.world.size == 1 else self.config.wait_timeout_s / 4
+        received: Received | NotYet | None = NotYet()
+        while isinstance(received, NotYet):
+            received = self.link.next_work(step, within_s=within_s) if self.link else None
+            if self.world.share_int(isinstance(received, NotYet), f"word of the work of step {step}"):
+                received = NotYet()
+        work = self.world.share_message(received, f"the work of step {step}", run_id=self.run_config.id)
+        self._wait_batch_s += time.monotonic() - started
+        return work
 
     def _train(self, batch: m.Batch, arrays: dict[str, Any]) -> dict[str, float]:
         if batch.step != self.step + 1:
@@ -107,7 +133,35 @@ class Learner:
             stats = self.policy.train_step(samples, total_steps_done=self.step)
             metrics |= {f"train/{name}": float(value) for name, value in vars(stats).items()}
         self.step += 1
-        return metrics | {"time/train_s": time.monotonic() - started}
+        waited_s, self._wait_batch_s = self._wait_batch_s, 0.0
+        return metrics | {"time/train_s": time.monotonic() - started, "time/wait_batch_s": waited_s}
+
+    def _hand_over(self, metrics: dict[str, float], *, replay: bool) -> bool:
+        """Publish and commit the step. False: the run was stopped meanwhile and the coordinator is gone, so the step never was: its
+        batch is fixed in the journal and trained again when the run goes on."""
+        try:
+            if not replay and not self._was_told("run_stopped"):  # without a run there is no engine that needs it
+                metrics = metrics | self._publish(only_fenced=False)
+            self._commit(metrics)
+        except (PeerError, WaitTimeout) as error:
+            if not self._was_told("stopping"):
+                raise
+            log.warning("step_discarded", step=self.step, reason=str(error))
+            return False
+        return True
+
+    def _resync(self) -> None:
+        try:
+            self._publish(only_fenced=True)
+        except (PeerError, WaitTimeout) as error:
+            if not self._was_told("stopping"):
+                raise
+            log.warning("resync_given_up", reason=str(error))  # the run was stopped, and the coordinator is gone
+
+    def _was_told(self, what: str) -> bool:
+        """What rank 0's link was told, on every rank."""
+        told = bool(getattr(self.link, what)) if self.link else False
+        return bool(self.world.share_int(told, "whether to stop"))
 
     def _publish(self, *, only_fenced: bool) -> dict[str, float]:
         request = m.SyncRequest(
@@ -151,14 +205,16 @@ class Learner:
 
     def _ask(self, message: m.Message, what: str) -> m.Message:
         """Rank 0 asks the coordinator; every rank gets the answer."""
-        answer = None
+        answer, error = None, None
         if self.link:
-            answer = Received(
-                self.link.ask(message, what=what, timeout_s=self.run_config.sync_timeout_s * 1.5), "", 0, 0
-            )
-        shared = self.world.share_message(answer, run_id=self.run_config.id)
+            timeout_s = self.run_config.sync_timeout_s * 1.5  # the coordinator's own limit comes first
+            try:
+                answer = Received(self.link.ask(message, what=what, timeout_s=timeout_s), "", 0, 0)
+            except (PeerError, WaitTimeout) as caught:  # the other ranks wait to hear of it
+                error = caught
+        shared = self.world.share_message(answer, what, run_id=self.run_config.id)
         if shared is None:
-            raise ForebayError("Rank 0 of the learner stopped without an answer.")
+            raise error or PeerError(f"Rank 0 of the learner got no {what} from the coordinator; its log says why.")
         return shared.message
 
     @property
@@ -200,10 +256,13 @@ def _split(array: Any, lengths: Sequence[int]) -> list[Any]:
 def make_policy(run: RunConfig, config: LearnerConfig) -> Policy:
     """The policy that the config names; imports Megatron only for Megatron."""
     if config.policy == "fake":
-        from services.learner.fake_policy import FakePolicy
+        from services.learner.fake_policy import FakePolicy, init_world
 
         return FakePolicy(
-            step_s=config.fake_step_s, die_at_step=config.fake_die_at_step, gap_alarm=config.fake_gap_alarm
+            step_s=config.fake_step_s,
+            rank=init_world(timeout_s=config.wait_timeout_s),
+            die_at_step=config.fake_die_at_step,
+            gap_alarm=config.fake_gap_alarm,
         )
     from services.learner.megatron.policy import MegatronPolicy
 
@@ -214,9 +273,16 @@ def make_policy(run: RunConfig, config: LearnerConfig) -> Policy:
 
 def main(run: RunConfig, config: LearnerConfig, *, node_id: str = "") -> int:
     """Body of one rank of the learner: its exit code."""
-    policy = make_policy(run, config)
-    world = World(policy.device)
+    waits = WaitTable()
+    rank = int(os.environ.get("RANK", "0"))
+    RECORDER.describe("learner", run_dir=run.run_dir, node_id=f"learner-rank{rank}" if rank else node_id, waits=waits)
     try:
-        return Learner(run, config, policy, world, node_id=node_id).run()
-    finally:
-        world.close()
+        policy = make_policy(run, config)
+        world = World(policy.device, waits=waits, timeout_s=config.wait_timeout_s)
+        try:
+            return Learner(run, config, policy, world, node_id=node_id).run()
+        finally:
+            world.close()
+    except Exception as error:
+        RECORDER.write(error)
+        raise

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import structlog
 import torch
 
 from common.errors import ForebayError
+from common.waits import Wait, WaitTable
 from protocol import messages as m
 from protocol import weights
 from services.learner.policy import Policy
@@ -36,8 +38,17 @@ class Published:
 class WeightSender:
     """This rank's part of the updates. ``store`` lives as long as the learner; groups as long as their membership."""
 
-    def __init__(self, policy: Policy, *, host: str, timeout_s: float, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        host: str,
+        timeout_s: float,
+        dtype: torch.dtype | None = None,
+        waits: WaitTable | None = None,
+    ) -> None:
         self._policy = policy
+        self._waits = waits or WaitTable()
         self._dtype = dtype
         self._timeout_s = timeout_s
         self._specs = [
@@ -61,9 +72,10 @@ class WeightSender:
         self.leave()
         try:
             store = weights.group_store(self._store, plan.group_key)
-            self._group = weights.BroadcastGroup(
-                store, rank=0, world_size=plan.world_size, device=self._policy.device, timeout_s=plan.timeout_s
-            )
+            with self._wait(f"a weight group for {plan.tag}", plan):
+                self._group = weights.BroadcastGroup(
+                    store, rank=0, world_size=plan.world_size, device=self._policy.device, timeout_s=plan.timeout_s
+                )
         except RuntimeError as error:  # torch.distributed raises its subclasses for timeouts and lost peers
             return f"stage {self._policy.stage} could not form a group with {_names(plan)}: {error}"
         self._group_key = plan.group_key
@@ -79,12 +91,18 @@ class WeightSender:
                 pass
             return 0, ""
         try:
-            return weights.send_weights(self._group, self._specs, tensors, bucket_bytes=BUCKET_BYTES), ""
+            with self._wait(f"weights {plan.tag} to be taken", plan):
+                return weights.send_weights(self._group, self._specs, tensors, bucket_bytes=BUCKET_BYTES), ""
         except RuntimeError as error:
             self.leave()
             for _ in tensors:  # the tensor ranks of this stage are still gathering
                 pass
             return 0, f"stage {self._policy.stage} lost an engine while sending: {error}"
+
+    def _wait(self, what: str, plan: m.SyncPlan) -> AbstractContextManager[Wait]:
+        """The coordinator ends the update at its own limit; this one is over only if that could not reach us."""
+        timeout_s = 1.5 * plan.timeout_s
+        return self._waits.named(what, on=_names(plan), timeout_s=timeout_s, limit_key="run.sync_timeout_s")
 
     def leave(self) -> None:
         """Close the group."""

@@ -16,9 +16,10 @@ from typing import Any
 
 import structlog
 
-from common.errors import ForebayError, PeerError
+from common.errors import ForebayError, PeerError, WaitTimeout
 from common.lifecycle import StopSignal
-from common.waits import WaitTable
+from common.recorder import RECORDER
+from common.waits import Idle, WaitTable
 from protocol import messages as m
 from protocol.channel import NodeChannel
 from protocol.config import RunConfig
@@ -36,27 +37,38 @@ MAX_RESULT_BYTES = 16 << 10  # of a result's JSON: it goes into the journal, one
 class RewardNode:
     """Serves a started ``pool`` to one coordinator until told to leave."""
 
-    def __init__(self, pool: JudgePool, channel: NodeChannel, waits: WaitTable, config: RewardConfig) -> None:
-        self.pool, self.channel, self.waits, self.config = pool, channel, waits, config
+    def __init__(
+        self, run: RunConfig, config: RewardConfig, pool: JudgePool, channel: NodeChannel, waits: WaitTable
+    ) -> None:
+        self.run, self.config, self.pool, self.channel, self.waits = run, config, pool, channel, waits
         self.suites = SuiteStore(self._fetch_suite)
         self._leases: dict[str, asyncio.Task[None]] = {}
         self._num_judged = 0
         self._num_infra_errors = 0
+        self._idle = Idle(
+            waits, "leases", on="coordinator", timeout_s=run.idle_timeout_s, limit_key="run.idle_timeout_s"
+        )
         channel.capacity = min(2 * config.num_workers, config.max_queue)  # one at work and one waiting for each worker
         channel.hello_fields = lambda: {"isolation": pool.isolation}
         channel.beat_fields = self._beat_fields
 
     def _beat_fields(self) -> dict[str, Any]:
-        mine = {"judged": float(self._num_judged), "infra_errors": float(self._num_infra_errors)}
+        mine = {
+            "judged": float(self._num_judged),
+            "infra_errors": float(self._num_infra_errors),
+            "idle_s": self._idle.total_s,
+        }
         return {"lease_ids": list(self._leases), "counters": self.pool.counters() | mine}
 
     async def serve(self, stop: StopSignal) -> None:
         """Until the coordinator says ``Shutdown``, or ``stop``: then no new leases are taken and the open ones finished, for
         ``reward.drain_timeout_s`` at most. What is open after that goes to another node with this one's goodbye."""
         try:
+            self._idle.set(True)
             if await stop.interrupts(self.channel.guard(self._serve_pushes())):
                 await self._drain()
         finally:
+            self._idle.set(False)
             tasks = list(self._leases.values())
             for task in tasks:
                 task.cancel()
@@ -79,13 +91,10 @@ class RewardNode:
 
     async def _serve_pushes(self) -> None:
         while True:
-            with self.waits.named("leases", on="coordinator"):
-                message = (await self.channel.pushes.get()).message
+            message = (await self.channel.pushes.get()).message
             match message:
                 case m.ScoreLease():
-                    task = asyncio.create_task(self._work(message))
-                    self._leases[message.lease_id] = task
-                    task.add_done_callback(lambda _, lease_id=message.lease_id: self._leases.pop(lease_id, None))
+                    self._begin(message)
                 case m.Shutdown():
                     log.info("shutdown", reason=message.reason)
                     return
@@ -94,23 +103,45 @@ class RewardNode:
                 case _:
                     log.warning("unexpected_message", kind=message.kind)
 
+    def _begin(self, lease: m.ScoreLease) -> None:
+        task = asyncio.create_task(self._work(lease), name=f"lease {lease.lease_id}")
+        self._leases[lease.lease_id] = task
+        self._idle.set(False)
+        task.add_done_callback(lambda _: self._end(lease.lease_id))
+
+    def _end(self, lease_id: str) -> None:
+        self._leases.pop(lease_id, None)
+        if not self._leases and self.channel.capacity:  # without capacity it leaves, and waits for nothing
+            self._idle.set(True)
+
     async def _work(self, lease: m.ScoreLease) -> None:
         result = await self._judge(lease)
         self._num_judged += 1
         self._num_infra_errors += result.verdict is Verdict.INFRA_ERROR
-        with contextlib.suppress(PeerError):  # ``channel.failed`` carries it, and ends the node
-            await self.channel.request(
-                m.ScoreResult(
-                    lease_id=lease.lease_id, group_id=lease.group_id, sample_index=lease.sample_index, result=result
-                )
-            )
+        message = m.ScoreResult(
+            lease_id=lease.lease_id, group_id=lease.group_id, sample_index=lease.sample_index, result=result
+        )
+        what = f"acknowledgement of the verdict on sample {lease.sample_index} of group {lease.group_id}"
+        timeout_s = self.run.ack_timeout_s
+        with (
+            contextlib.suppress(PeerError, WaitTimeout),  # ``channel.failed`` carries it, and ends the node
+            self.waits.named(what, on="coordinator", timeout_s=timeout_s, limit_key="run.ack_timeout_s"),
+        ):
+            await self.channel.request(message)
 
     async def _judge(self, lease: m.ScoreLease) -> JudgeResult:
         try:
             suite = await self._suite(lease)
             future = self.pool.submit(lease.completion, suite)
-            # Shielded: who gives up a lease cancels no worker.
-            return fit_to_send(await asyncio.shield(asyncio.wrap_future(future)))
+            return fit_to_send(
+                await self.waits.wait_for(
+                    asyncio.shield(asyncio.wrap_future(future)),  # who gives up a lease cancels no worker
+                    f"a verdict on sample {lease.sample_index} of group {lease.group_id}",
+                    on="its judges",
+                    timeout_s=2 * lease.timeout_s,  # a late verdict still counts
+                    limit_key="coordinator.score_timeout_s",
+                )
+            )
         except (ForebayError, ValueError) as error:  # its suite did not come, or is none
             reason = str(error)
         except Exception as error:  # a broken judge must never look like a wrong answer, nor end its neighbours
@@ -154,14 +185,19 @@ async def main(run: RunConfig, config: RewardConfig, *, node_id: str = "") -> in
     try:
         node_id = node_id or f"reward-{socket.gethostname()}-{os.getpid()}"
         channel = NodeChannel(run.address, run.id, role="reward", node_id=node_id, waits=waits, keys=run.read_keys())
-        node = RewardNode(pool, channel, waits, config)
+        node = RewardNode(run, config, pool, channel, waits)
+        RECORDER.describe("reward", run_dir=run.run_dir, node_id=node_id, waits=waits)
+        reason = "drained"
         try:
             if await stop.interrupts(channel.start(join_timeout_s=run.join_timeout_s)):
                 return stop.exit_code
             log.info("joined", node=node_id, isolation=pool.isolation, workers=config.num_workers)
             await node.serve(stop)
+        except ForebayError as error:
+            reason = f"failed: {error}"
+            raise
         finally:
-            await channel.close("drained")
+            await channel.close(reason)
     finally:
         await asyncio.to_thread(pool.close)
     return stop.exit_code

@@ -14,15 +14,18 @@ import asyncio
 import os
 import socket
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import structlog
 
-from common.errors import ConfigError, PeerError
+from common.errors import ConfigError, ForebayError, PeerError, WaitTimeout
 from common.lifecycle import StopSignal
-from common.waits import WaitTable
+from common.recorder import RECORDER
+from common.waits import Idle, WaitTable
 from protocol import messages as m
 from protocol.channel import NodeChannel
+from protocol.codec import Array, Received
 from protocol.config import RunConfig
 from services.rollout.config import RolloutConfig
 from services.rollout.engine import Completion, Engine, PromptTooLong
@@ -45,6 +48,10 @@ class RolloutNode:
         self._plan: m.SyncPlan | None = None
         self._sync: asyncio.Task[None] | None = None
         self._go: asyncio.Future[None] | None = None
+        self._idle = Idle(
+            waits, "leases", on="coordinator", timeout_s=run.idle_timeout_s, limit_key="run.idle_timeout_s"
+        )
+        self._paused_s = 0.0  # generation stood still for weight updates, failed ones too
         channel.capacity = config.max_concurrent_groups
         channel.hello_fields = lambda: {"holds": engine.holds, "num_workers": engine.num_workers}
         channel.beat_fields = self._beat_fields
@@ -57,27 +64,28 @@ class RolloutNode:
             "counters": {
                 "generated_tokens": float(self.engine.generated_tokens()),
                 "settled_tokens": float(self._settled_tokens),
+                "idle_s": self._idle.total_s,
+                "paused_s": self._paused_s,
             },
         }
 
     async def serve(self, stop: StopSignal) -> None:
         """Until the coordinator says ``Shutdown``, or ``stop``: then unfinished leases are given back."""
         try:
+            self._idle.set(True)
             await stop.interrupts(self.channel.guard(self._serve_pushes()))
         finally:
+            self._idle.set(False)
             if self._sync is not None:
                 self._sync.cancel()  # not awaited: it may sit in a broadcast, and the engine is about to close
             await self._drain()
 
     async def _serve_pushes(self) -> None:
         while True:
-            with self.waits.named("leases", on="coordinator"):
-                message = (await self.channel.pushes.get()).message
+            message = (await self.channel.pushes.get()).message
             match message:
                 case m.GenerateLease():
-                    task = asyncio.create_task(self._work(message))
-                    self._leases[message.lease_id] = task
-                    task.add_done_callback(lambda _, lease_id=message.lease_id: self._leases.pop(lease_id, None))
+                    self._begin(message)
                 case m.CancelLease():
                     self._cancel(message.lease_id)
                 case m.HeartbeatAck():
@@ -102,7 +110,24 @@ class RolloutNode:
                 case _:
                     log.warning("unexpected_message", kind=message.kind)
 
+    async def _tell(self, message: m.Message, what: str, *, arrays: Mapping[str, Array] | None = None) -> Received:
+        """Send, and wait until the coordinator has it for good."""
+        timeout_s = self.run.ack_timeout_s
+        with self.waits.named(what, on="coordinator", timeout_s=timeout_s, limit_key="run.ack_timeout_s"):
+            return await self.channel.request(message, arrays=arrays)
+
     # ---- generation ----
+
+    def _begin(self, lease: m.GenerateLease) -> None:
+        task = asyncio.create_task(self._work(lease), name=f"lease {lease.lease_id}")
+        self._leases[lease.lease_id] = task
+        self._idle.set(False)
+        task.add_done_callback(lambda _: self._end(lease.lease_id))
+
+    def _end(self, lease_id: str) -> None:
+        self._leases.pop(lease_id, None)
+        if not self._leases and self.channel.capacity:  # without capacity it leaves, and waits for nothing
+            self._idle.set(True)
 
     async def _work(self, lease: m.GenerateLease) -> None:
         """One lease: stream the group's completions out. Every end of it is told to the coordinator."""
@@ -113,19 +138,21 @@ class RolloutNode:
                     lease.prompt, lease.sample_indices, lease.sampling, lease.seed
                 ):
                     sends.append(asyncio.create_task(self._send(lease, completion)))
-                with self.waits.named(f"acknowledgement of group {lease.group_id}", on="coordinator"):
-                    await asyncio.gather(*sends)
+                await asyncio.gather(*sends)
         except PromptTooLong as error:
-            await self.channel.request(m.LeaseFailed(lease_id=lease.lease_id, error=str(error), permanent=True))
+            failed = m.LeaseFailed(lease_id=lease.lease_id, error=str(error), permanent=True)
+            await self._tell(failed, f"acknowledgement that group {lease.group_id} is impossible")
         except asyncio.CancelledError:
-            await asyncio.shield(self.channel.request(m.LeaseCancelled(lease_id=lease.lease_id, reason="cancelled")))
-        except PeerError:
+            cancelled = m.LeaseCancelled(lease_id=lease.lease_id, reason="cancelled")
+            await asyncio.shield(self._tell(cancelled, f"acknowledgement that group {lease.group_id} is given back"))
+        except (PeerError, WaitTimeout):
             pass  # ``channel.failed`` carries it, and ends the node
         except (
             Exception
         ) as error:  # whatever the engine raises ends this lease only; the coordinator counts the attempt
             log.exception("lease_failed", group=lease.group_id)
-            await self.channel.request(m.LeaseFailed(lease_id=lease.lease_id, error=f"{type(error).__name__}: {error}"))
+            failed = m.LeaseFailed(lease_id=lease.lease_id, error=f"{type(error).__name__}: {error}")
+            await self._tell(failed, f"acknowledgement that group {lease.group_id} failed")
 
     async def _send(self, lease: m.GenerateLease, completion: Completion) -> None:
         result = m.SampleResult(
@@ -141,7 +168,9 @@ class RolloutNode:
             "completion_ids": completion.completion_ids,
             "logprobs": completion.logprobs,
         }
-        await self.channel.request(result, arrays=arrays)
+        await self._tell(
+            result, f"acknowledgement of sample {completion.sample_index} of group {lease.group_id}", arrays=arrays
+        )
         self._settled_tokens += int(completion.completion_ids.size)
 
     def _cancel(self, lease_id: str) -> None:
@@ -166,22 +195,37 @@ class RolloutNode:
         if member is None:
             return
         started = time.monotonic()
+        limit: Any = {"timeout_s": plan.timeout_s, "limit_key": "run.sync_timeout_s"}
         try:
-            with self.waits.named(f"weight group for {plan.tag}", on="learner", timeout_s=plan.timeout_s):
+            with self.waits.named(f"a weight group for {plan.tag}", on="learner", **limit):
                 await self.engine.form_groups(plan, member)
-            await self.channel.request(m.SyncReady(sync_id=plan.sync_id))
-            with self.waits.named(f"go for {plan.tag}", on="coordinator", timeout_s=plan.timeout_s):
+            with self.waits.named(f"go for {plan.tag}", on="coordinator", **limit):
+                answer = (await self.channel.request(m.SyncReady(sync_id=plan.sync_id))).message
+                if isinstance(
+                    answer, m.SyncAborted
+                ):  # by a coordinator that has restarted, or that has given up on this node
+                    log.warning("sync_aborted", reason=answer.reason)
+                    return
                 await go
-            with self.waits.named(f"weights {plan.tag}", on="learner", timeout_s=plan.timeout_s):
-                pause_s = await self.engine.update_weights(plan)
+            with self.waits.named(f"weights {plan.tag}", on="learner", **limit):
+                pause_s = await self._update(plan)
             done = m.SyncDone(sync_id=plan.sync_id, receive_s=time.monotonic() - started, pause_s=pause_s)
-            await self.channel.request(done)
+            await self._tell(done, f"acknowledgement of weights {plan.tag}")
             log.info("weights_updated", version=str(plan.tag), pause_s=round(pause_s, 3))
-        except PeerError:
+        except (PeerError, WaitTimeout):
             pass  # ``channel.failed`` carries it
         except Exception as error:  # any failure of an update is told, and the node serves on with its old weights
             log.exception("weight_update_failed", version=str(plan.tag))
-            await self.channel.request(m.SyncFailed(sync_id=plan.sync_id, error=f"{type(error).__name__}: {error}"))
+            failed = m.SyncFailed(sync_id=plan.sync_id, error=f"{type(error).__name__}: {error}")
+            await self._tell(failed, f"acknowledgement that weights {plan.tag} failed")
+
+    async def _update(self, plan: m.SyncPlan) -> float:
+        """Seconds that generation stood still; a failed update's count in the sum, too."""
+        started = time.monotonic()
+        try:
+            return await self.engine.update_weights(plan)
+        finally:
+            self._paused_s += time.monotonic() - started
 
     async def _cancel_sync(self) -> None:
         if self._sync is not None and not self._sync.done():
@@ -218,13 +262,18 @@ async def main(run: RunConfig, config: RolloutConfig, *, node_id: str = "") -> i
         node_id = node_id or f"rollout-{socket.gethostname()}-{os.getpid()}"
         channel = NodeChannel(run.address, run.id, role="rollout", node_id=node_id, waits=waits, keys=run.read_keys())
         node = RolloutNode(run, config, engine, channel, waits)
+        RECORDER.describe("rollout", run_dir=run.run_dir, node_id=node_id, waits=waits)
+        reason = "drained"
         try:
             if await stop.interrupts(channel.start(join_timeout_s=run.join_timeout_s)):
                 return stop.exit_code
             log.info("joined", node=node_id)
             await node.serve(stop)
+        except ForebayError as error:
+            reason = f"failed: {error}"
+            raise
         finally:
-            await channel.close("drained")
+            await channel.close(reason)
     finally:
         await engine.close()
     return stop.exit_code

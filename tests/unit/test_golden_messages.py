@@ -93,6 +93,9 @@ EXAMPLES = [
     m.StatusRequest(),
     m.StatusReply(status_json="{}"),
     m.StopRequest(reason="r"),
+    m.ReportRequest(),
+    m.Report(pid=1),
+    m.CollectReports(),
 ]
 
 

@@ -11,6 +11,7 @@ from common.errors import PeerError
 from common.waits import WaitTable
 from protocol import messages as m
 from protocol.channel import CoordinatorSocket, NodeChannel
+from protocol.config import RunConfig
 from protocol.suites import AssertSuite, CallSuite
 from protocol.verdicts import JudgeResult, TestResult, Verdict
 from services.reward.config import RewardConfig
@@ -103,7 +104,8 @@ class Stop:
 async def started(tmp_path, **config):
     coordinator = Coordinator(f"ipc://{tmp_path}/c")
     channel = NodeChannel(f"ipc://{tmp_path}/c", "r", role="reward", node_id="n", waits=WaitTable())
-    node = RewardNode(Pool(), channel, channel.waits, RewardConfig(workers=2, **config))
+    run = RunConfig(id="r", dir=tmp_path, model=tmp_path)
+    node = RewardNode(run, RewardConfig(workers=2, **config), Pool(), channel, channel.waits)
     stop = Stop()
     await channel.start(join_timeout_s=20)
     serving = asyncio.create_task(node.serve(stop))
