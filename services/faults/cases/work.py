@@ -131,7 +131,9 @@ def _stuck_node(scene: Scene) -> None:
 
 def _straggler(scene: Scene) -> None:
     """One prompt takes 20 times as long: others pass it within the window, and it goes on across updates."""
-    roles = scene.run.start_all()
+    roles = scene.run.start_all_but("a")
+    scene.run.wait_for_nodes("judge", "learner")
+    roles["a"] = scene.run.start("rollout", "a")
     scene.inject(_first_lease_of_bad(scene))
     scene.finish(*roles.values())
     versions = [
