@@ -23,7 +23,7 @@ from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from common.errors import ForebayError
+from common.errors import ConfigError, ForebayError
 from common.scrub import scrub_config, scrub_text
 from common.waits import WaitTable
 
@@ -76,7 +76,7 @@ class Recorder:
         """Where this process's report goes; None where the run's folder is not on this host."""
         if self._run_dir is None or not self._run_dir.is_dir():
             return None
-        return self._run_dir / "reports" / f"{self.node_id}-{os.getpid()}.json"
+        return self._run_dir / "reports" / f"{Path(self.node_id).name}-{os.getpid()}.json"
 
     def report(self, error: BaseException | None = None) -> dict[str, Any]:
         """Everything, as plain data without secrets. Times are seconds; ``at`` is since the epoch."""
@@ -128,7 +128,7 @@ class Recorder:
         """Leave the report in the run's folder, if that is here. Never raises: the process has worse to tell."""
         try:
             path = self.path
-            if path is None or self._ended:
+            if path is None or self._ended or isinstance(error, ConfigError):  # that one ended before it began
                 return None
             self._ended = error is not None  # the first error is the one that counts
             return write_atomically(path, self.report_bytes(error))

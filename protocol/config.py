@@ -29,12 +29,9 @@ class RunConfig(StrictModel):
     temperature: float = Field(default=1.0, gt=0)
     join_timeout_s: float = Field(default=120.0, gt=0)  # how long a node waits for the coordinator
     sync_timeout_s: float = Field(default=120.0, gt=0)  # one weight update, from the plan to the last acknowledgement
-    idle_timeout_s: float = Field(
-        default=7200.0, gt=0
-    )  # longest that a node waits for work while the coordinator lives
-    ack_timeout_s: float = Field(
-        default=300.0, gt=0
-    )  # longest that a result waits for its acknowledgement; over join_timeout_s, for the coordinator may restart
+    idle_timeout_s: float = Field(default=7200.0, gt=0)  # a node without work, while the coordinator lives
+    # A result on its way to the journal: over join_timeout_s, for the coordinator may restart, and coordinator.disk_timeout_s.
+    ack_timeout_s: float = Field(default=900.0, gt=0)
     log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$")
 
     @field_validator("address")

@@ -181,6 +181,15 @@ def _check_work(config: Config) -> list[str]:
             f"coordinator.no_progress_timeout_s = {coordinator.no_progress_timeout_s:g} must be over generate_timeout_s + "
             f"score_timeout_s = {slowest:g}, or the run gives up before a lease does."
         )
+    for key, limit in (
+        ("run.join_timeout_s", config.run.join_timeout_s),
+        ("coordinator.disk_timeout_s", coordinator.disk_timeout_s),
+    ):
+        if config.run.ack_timeout_s <= limit:
+            problems.append(
+                f"run.ack_timeout_s = {config.run.ack_timeout_s:g} must be over {key} = {limit:g}, or nodes give up a result while "
+                "the coordinator may still take it."
+            )
     if config.up.reward_nodes and config.up.stop_timeout_s <= config.reward.drain_timeout_s:
         problems.append(
             f"up.stop_timeout_s = {config.up.stop_timeout_s:g} must be over reward.drain_timeout_s = {config.reward.drain_timeout_s:g}, "

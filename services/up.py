@@ -205,7 +205,8 @@ class Fleet:
                     else ForebayError(f"The coordinator did not come up (exit code {code}). {words}")
                 )
             try:
-                view.fetch(self.config.run.address, self.config.run.id, keys=self._keys, timeout_s=0.5)
+                status = view.fetch(self.config.run.address, self.config.run.id, keys=self._keys, timeout_s=0.5)
+                self._shown_step = status["version"]  # steps of an earlier life were shown then
                 break
             except PeerError:
                 continue
@@ -261,7 +262,10 @@ class Fleet:
             if code in DONE:
                 child.done = True
             elif code in NOT_RESTARTED or child.restarts >= self.config.up.max_restarts:
-                raise ForebayError(f"{child.name} ended with exit code {code}: {child.last_words()}")
+                raise ForebayError(
+                    f"{child.name} ended with exit code {code}: {child.last_words()}\n"
+                    f"All that is known of the run, in one archive: forebay postmortem {self.run_dir}"
+                )
             else:
                 child.restarts += 1
                 self.console.print(

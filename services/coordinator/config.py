@@ -36,15 +36,9 @@ class CoordinatorConfig(StrictModel):
     generate_attempts: int = Field(default=3, ge=1)  # of a group
     score_attempts: int = Field(default=3, ge=1)  # of a sample
     death_attempts: int = Field(default=3, ge=3)  # nodes that may die on a group, or on a sample, before it is given up
-    task_attempts: int = Field(
-        default=2, ge=1
-    )  # groups of a task that may fail, with none judged between, before it is out
-    max_failed_in_a_row: int = Field(
-        default=64, ge=1
-    )  # groups; so many without one success are the system's fault: the run ends
-    disk_timeout_s: float = Field(
-        default=600.0, gt=0
-    )  # a full disk is waited out so long; nothing is acknowledged meanwhile
+    task_attempts: int = Field(default=2, ge=1)  # groups of a task that may fail in a row before the task is out
+    max_failed_in_a_row: int = Field(default=64, ge=1)  # groups of any task: then it is the system, and the run ends
+    disk_timeout_s: float = Field(default=600.0, gt=0)  # a full disk; nothing is acknowledged meanwhile
     keep_trained_steps: int = Field(default=0, ge=0)  # steps whose samples the journal keeps beyond what a replay needs
     no_progress_timeout_s: float = Field(default=900.0, gt=0)  # the run ends with an error when nothing happens so long
     leave_timeout_s: float = Field(default=10.0, gt=0)  # at the end: for the nodes to leave

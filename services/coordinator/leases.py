@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import structlog
@@ -28,13 +28,13 @@ from services.coordinator.twins import Twins
 
 log = structlog.get_logger()
 
-CLAIM_BEATS = 4  # heartbeats that nodes have, after a restart of the coordinator, to say what they are working on
 SUSPECT_DEATHS = 2  # of nodes, on one piece of work: the first may be anybody's, and costs no speed
 ACK = m.Ack()
 
 
 class LeaseDesk:
-    """See the module. ``reply`` puts a message into the coordinator's outbox; ``on_progress`` is called when the run moved on."""
+    """See the module. ``reply`` puts a message into the coordinator's outbox; ``on_progress`` is called when the run moved on; ``known_nodes``
+    were in the run when an earlier coordinator died."""
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class LeaseDesk:
         members: Members,
         reply: Reply,
         on_progress: Callable[[], None],
+        known_nodes: Iterable[str] = (),
     ) -> None:
         self._run, self._config, self._tasks = run, config, tasks
         self._pool, self._members, self._reply, self._on_progress = pool, members, reply, on_progress
@@ -56,7 +57,8 @@ class LeaseDesk:
         self._to_generate: dict[int, None] = {}
         self._to_score: deque[tuple[int, int]] = deque()
         self._claimable = {g.group_id for g in pool.groups.values()}  # of an earlier life of this coordinator
-        self._claims_until = time.monotonic() + CLAIM_BEATS * config.heartbeat_interval_s
+        self._awaited = set(known_nodes)  # may work on them; as long as a node may be silent
+        self._claims_until = time.monotonic() + config.node_timeout_s
 
     def add(self, groups: list[Group]) -> None:
         """Newly admitted groups, to be generated."""
@@ -65,6 +67,7 @@ class LeaseDesk:
     def claim(self, node: Node, open_leases: list[m.OpenLease]) -> None:
         """A node joins again after this coordinator's restart: what it works on stays its own, if nobody has done it."""
         now = time.monotonic()
+        self._awaited.discard(node.node_id)
         taken = {(lease.group_id, lease.sample_index) for lease in self._members.leases.values()}
         for open_ in open_leases:
             group = self._pool.groups.get(open_.group_id)
@@ -80,9 +83,10 @@ class LeaseDesk:
                 deadline = now + self._config.score_timeout_s
                 lease = Lease(open_.lease_id, node.node_id, group.group_id, open_.sample_index, deadline)
                 self._twins.begin(self._members.adopt(lease).lease_id, group.group_id, sample.text)
+                self._name_suite(group)
 
     def _queue_unclaimed(self) -> None:
-        """The nodes have had time to claim what they work on: the rest of what a restart found unfinished is given out."""
+        """All nodes have claimed what they work on, or are gone: the rest of what a restart found unfinished is given out."""
         taken = {(lease.group_id, lease.sample_index) for lease in self._members.leases.values()}
         unfinished = (group_id for group_id in self._claimable if group_id in self._pool.groups)
         groups = [self._pool.groups[group_id] for group_id in sorted(unfinished)]
@@ -212,7 +216,7 @@ class LeaseDesk:
     def dispatch(self) -> None:
         """Give waiting work to nodes with room."""
         now = time.monotonic()
-        if self._claimable and now >= self._claims_until:
+        if self._claimable and (not self._awaited or now >= self._claims_until):
             self._queue_unclaimed()
         rollouts = [n for n in self._members.of_role("rollout") if is_current(n, self._pool.version)]
         if self._to_generate and _room(rollouts):
@@ -270,18 +274,22 @@ class LeaseDesk:
         deadline = now + self._config.score_timeout_s
         lease = self._members.grant(node, group_id, sample_index, deadline, suspect=sample.deaths >= SUSPECT_DEATHS)
         self._twins.begin(lease.lease_id, group_id, sample.text)
-        suite = self._tasks[group.task_index].tests
-        self._suites[suite.content_hash] = suite
         message = m.ScoreLease(
             lease_id=lease.lease_id,
             group_id=group_id,
             sample_index=sample_index,
             completion=sample.text,
-            suite_hash=suite.content_hash,
+            suite_hash=self._name_suite(group),
             timeout_s=self._config.score_timeout_s,
         )
         self._reply(node.identity, message)
         return True
+
+    def _name_suite(self, group: Group) -> str:
+        """The name of a group's suite, under which a node may ask for it from now on."""
+        suite = self._tasks[group.task_index].tests
+        self._suites[suite.content_hash] = suite
+        return suite.content_hash
 
     def failed(self, lease: Lease, error: str, *, permanent: bool = False) -> None:
         """A lease that its node could not do, or not in time: an attempt is counted."""

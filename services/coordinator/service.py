@@ -85,16 +85,22 @@ class Coordinator:
         self._batch_wait: tuple[bytes, int, int] | None = None  # identity, seq, step
         self._replays: set[asyncio.Task[None]] = set()
         self._outbox: list[Outgoing] = []
-        self._answers: dict[
-            bytes, OrderedDict[int, m.Message]
-        ] = {}  # of each node: what its last requests were answered
+        # Of each node: what its last requests were answered.
+        self._answers: dict[bytes, OrderedDict[int, m.Message]] = {}
         self._sends: asyncio.Queue[tuple[Awaitable[None] | None, list[Outgoing]]] = asyncio.Queue()
         self._ended = asyncio.Event()
         self._failure: ForebayError | None = None
         boot = int(journal.meta.get("boots", "0")) + 1
         self.pool.records.append(Record("meta", ("boots", str(boot))))
         self.leases = LeaseDesk(
-            run, config, tasks, pool=self.pool, members=self.members, reply=self._reply, on_progress=self._note_progress
+            run,
+            config,
+            tasks,
+            pool=self.pool,
+            members=self.members,
+            reply=self._reply,
+            on_progress=self._note_progress,
+            known_nodes=json.loads(journal.meta.get("nodes", "[]")),
         )
         self.updates = WeightUpdates(
             self.members,
@@ -308,6 +314,7 @@ class Coordinator:
         node = self.members.join(hello, identity, time.monotonic())
         self._answers[identity] = OrderedDict()
         self.leases.claim(node, hello.open_leases)
+        self._record_nodes()
         if hello.role == "learner":
             self.updates.new_learner()
             if not (again and self.incarnation >= 0):
@@ -315,6 +322,11 @@ class Coordinator:
                 self.pool.records.append(Record("meta", ("incarnation", str(self.incarnation))))
         self._note_progress()
         log.info("node_joined", node=node.node_id, role=node.role, host=node.host, holds=str(node.holds))
+
+    def _record_nodes(self) -> None:
+        """Who is in the run, for the next life of this coordinator."""
+        working = [node.node_id for node in self.members.nodes.values() if node.role != "learner"]
+        self.pool.records.append(Record("meta", ("nodes", json.dumps(working))))
 
     def _refusal(self, hello: m.Hello) -> str:
         if self.state != "running":
@@ -355,6 +367,7 @@ class Coordinator:
         if self.handed_out and self.handed_out.node_id == node_id:
             self.handed_out = None
         self.pool.count_lost(node.tokens_in_flight)
+        self._record_nodes()
         self._answers.pop(node.identity, None)
         self.leases.interrupted(leases, died=reason if died else "")
         if self._batch_wait and self._batch_wait[0] == node.identity:
@@ -367,9 +380,13 @@ class Coordinator:
             self._drop_node(node.node_id, f"{node.node_id}: {reason}", died=True)
         self.leases.expire(now)
         self.updates.expire(now)
+        if self.journal.full_since is not None:  # has a limit of its own
+            self._note_progress()
         observe(self, now)
         if self.state == "running" and (error := step_overdue(self, now)):
             self._fail(error)
+        if self.handed_out:  # the learner is at a step, which has a limit of its own
+            self._progress_at = now
         if self.state == "running" and now - self._progress_at > self.config.no_progress_timeout_s:
             self._fail(WaitTimeout(self._no_progress_text(now)))
 
@@ -396,7 +413,9 @@ class Coordinator:
             replay.add_done_callback(self._replays.discard)
             self._note_handed_out(identity, step)
         elif self.pool.finished:
-            self._reply(identity, m.EndOfData(reason=f"{self.pool.version} steps are done"), seq)
+            self._reply(
+                identity, m.EndOfData(reason=f"{self.pool.version} of {self.config.max_steps} steps are done"), seq
+            )
         elif groups := self.pool.take_batch(step):
             batch, arrays = make_batch(step, groups, replay=False)
             self._reply(identity, batch, seq, arrays)
@@ -439,7 +458,10 @@ class Coordinator:
     def _on_learner_done(self, node: Node, message: m.LearnerDone, received: Received) -> None:
         self.export_dir = message.export_dir
         self._reply(node.identity, m.Ack(), received.seq)
-        self._end("finished", f"all {self.pool.version} steps are done")
+        done, wanted = self.pool.version, self.config.max_steps
+        self._end(
+            "finished", f"all {done} steps are done" if done >= wanted else f"the tasks are used up after {done} steps"
+        )
 
     def _end(self, state: str, reason: str) -> None:
         if self.state != "running":

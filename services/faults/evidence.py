@@ -81,8 +81,13 @@ class Books:
     forgotten_before: int  # samples of groups before it have left the journal (``coordinator.keep_trained_steps``)
 
     def is_forgotten(self, group_id: int) -> bool:
-        """Whether its samples were let go: those of groups that failed or were filtered go with the first steps that no replay needs."""
-        return group_id < self.forgotten_before and self.group_status.get(group_id) in ("failed", "filtered")
+        """Whether its samples were let go: those of ended groups go with the first steps that no replay needs."""
+        return group_id < self.forgotten_before and self.group_status.get(group_id) in ("trained", "failed", "filtered")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that was ever trained is there."""
+        return not any(self.is_forgotten(group_id) for group_ids in self.steps.values() for group_id in group_ids)
 
 
 def read_books(path: Path) -> Books:
@@ -174,7 +179,9 @@ def _check_acknowledged(verdict: Verdict, books: Books, told: Sequence[tuple[Rec
             case ScoreResult(result=result) as score, Ack() if result.reward is not None:
                 row = books.samples.get((score.group_id, score.sample_index))
                 out = books.group_status.get(score.group_id) in ("failed", "filtered")
-                if not (out or (row is not None and (row.has_result or row.given_up))):
+                if not (
+                    out or books.is_forgotten(score.group_id) or (row is not None and (row.has_result or row.given_up))
+                ):
                     verdict.lose(f"the acknowledged verdict on sample {score.group_id}/{score.sample_index}")
             case StepCommitted(step=step), Ack() if step not in books.committed:
                 verdict.lose(f"the acknowledged commit of step {step}")
@@ -237,11 +244,11 @@ def _check_ledger(verdict: Verdict, books: Books) -> None:
         else:
             tokens[status] += sample.num_tokens
     ledger = books.ledger
-    for what in ("filtered", "failed"):
+    for what in ("filtered", "failed", "trained"):
         if books.ledger[what] < tokens[what]:
             verdict.problems.append(f"the ledger has {what} = {books.ledger[what]}, but {tokens[what]} are in rows")
     counted = {
-        "trained": tokens["trained"],
+        "trained": tokens["trained"] if books.is_complete else ledger["trained"],
         "groups_trained": groups["trained"],
         "groups_filtered": groups["filtered"],
         "groups_failed": groups["failed"],

@@ -20,6 +20,12 @@ def latest_checkpoint(root: Path) -> Path | None:
     return max(_complete(root), default=None)
 
 
+def oldest_step(root: Path) -> int:
+    """Steps of the oldest complete checkpoint under ``root``: nothing before it will be trained again. -1: there is none."""
+    oldest = min(_complete(root), default=None)
+    return -1 if oldest is None else int(oldest.name.removeprefix("step-"))
+
+
 def prune_checkpoints(root: Path, *, keep: int) -> list[Path]:
     """Delete all but the ``keep`` latest checkpoints, and the remains of unfinished ones; returns what went.
 

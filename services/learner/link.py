@@ -174,20 +174,20 @@ class Link:
         with self.waits.named(what, on="coordinator", timeout_s=timeout_s, limit_key="run.idle_timeout_s", onward=True):
             return await self._channel.request(m.BatchRequest(step=step))
 
-    def ask(self, message: m.Message, *, what: str, timeout_s: float) -> m.Message:
+    def ask(self, message: m.Message, *, what: str, timeout_s: float, limit_key: str) -> m.Message:
         """Send and await the answer. Once the run was stopped, for ``learner.stop_timeout_s`` only.
 
         Raises:
             WaitTimeout: none within ``timeout_s``.
             PeerError: refused, or the coordinator is gone.
         """
-        answer = self._call(self._ask(message, what, timeout_s)).message
+        answer = self._call(self._ask(message, what, timeout_s, limit_key)).message
         if isinstance(answer, m.SyncPlan):
             self._plan = answer
         return answer
 
-    async def _ask(self, message: m.Message, what: str, timeout_s: float) -> Received:
-        on, limit_key = self._who_answers(message), "run.sync_timeout_s"
+    async def _ask(self, message: m.Message, what: str, timeout_s: float, limit_key: str) -> Received:
+        on = self._who_answers(message)
         request: asyncio.Task[Received] = asyncio.create_task(self._channel.request(message))
         shutdown = asyncio.create_task(self._shutdown.wait())
         try:

@@ -31,7 +31,7 @@ from protocol import messages as m
 from protocol.codec import Received
 from protocol.config import RunConfig
 from services.learner.advantages import group_advantages
-from services.learner.checkpoints import latest_checkpoint, prune_checkpoints
+from services.learner.checkpoints import latest_checkpoint, oldest_step, prune_checkpoints
 from services.learner.config import LearnerConfig, ObjectiveConfig
 from services.learner.link import Link, NotYet
 from services.learner.packing import TrainSample
@@ -80,7 +80,7 @@ class Learner:
             match work.message:
                 case m.Batch() as batch:
                     metrics = self._train(batch, work.arrays)
-                    if not self._hand_over(metrics, replay=batch.replay):
+                    if not self._hand_over(metrics, publish=batch.publish):
                         return self._leave()
                 case m.Resync():
                     self._resync()
@@ -136,11 +136,11 @@ class Learner:
         waited_s, self._wait_batch_s = self._wait_batch_s, 0.0
         return metrics | {"time/train_s": time.monotonic() - started, "time/wait_batch_s": waited_s}
 
-    def _hand_over(self, metrics: dict[str, float], *, replay: bool) -> bool:
+    def _hand_over(self, metrics: dict[str, float], *, publish: bool) -> bool:
         """Publish and commit the step. False: the run was stopped meanwhile and the coordinator is gone, so the step never was: its
         batch is fixed in the journal and trained again when the run goes on."""
         try:
-            if not replay and not self._was_told("run_stopped"):  # without a run there is no engine that needs it
+            if publish and not self._was_told("run_stopped"):  # without a run there is no engine that needs it
                 metrics = metrics | self._publish(only_fenced=False)
             self._commit(metrics)
         except (PeerError, WaitTimeout) as error:
@@ -181,7 +181,12 @@ class Learner:
     def _commit(self, metrics: dict[str, float]) -> None:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._ask(
-            m.StepCommitted(step=self.step, metrics=finite, checkpoint_step=self.checkpoint_step),
+            m.StepCommitted(
+                step=self.step,
+                metrics=finite,
+                checkpoint_step=self.checkpoint_step,
+                replay_from=oldest_step(self._checkpoints),
+            ),
             f"commit of step {self.step}",
         )
         if self.step % self.config.checkpoint_interval_steps == 0:
@@ -207,9 +212,12 @@ class Learner:
         """Rank 0 asks the coordinator; every rank gets the answer."""
         answer, error = None, None
         if self.link:
-            timeout_s = self.run_config.sync_timeout_s * 1.5  # the coordinator's own limit comes first
+            # Of an update the coordinator's own limit comes first. What it has to keep may wait for space on its disk.
+            limit = (self.run_config.sync_timeout_s * 1.5, "run.sync_timeout_s")
+            if isinstance(message, m.StepCommitted | m.LearnerDone):
+                limit = (self.run_config.ack_timeout_s, "run.ack_timeout_s")
             try:
-                answer = Received(self.link.ask(message, what=what, timeout_s=timeout_s), "", 0, 0)
+                answer = Received(self.link.ask(message, what=what, timeout_s=limit[0], limit_key=limit[1]), "", 0, 0)
             except (PeerError, WaitTimeout) as caught:  # the other ranks wait to hear of it
                 error = caught
         shared = self.world.share_message(answer, what, run_id=self.run_config.id)

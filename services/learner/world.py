@@ -89,8 +89,12 @@ class World:
             try:
                 yield
             except RuntimeError as error:  # torch.distributed raises its subclasses for timeouts and lost peers
-                if time.monotonic() >= wait.deadline:
-                    raise expired(wait) from error
+                if (
+                    time.monotonic() >= wait.deadline
+                    or "timeout" in str(error).lower()
+                    or "timed out" in str(error).lower()
+                ):
+                    raise expired(wait) from error  # gloo may count from an earlier message that the rank did not take
                 raise PeerError(
                     f"Rank {self.rank} of the learner lost {others} while it waited for {what}: {error}. The log and report of the "
                     "rank that ended first say why; start the learner again, it goes on from its checkpoint."

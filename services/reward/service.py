@@ -43,13 +43,14 @@ class RewardNode:
         self.run, self.config, self.pool, self.channel, self.waits = run, config, pool, channel, waits
         self.suites = SuiteStore(self._fetch_suite)
         self._leases: dict[str, asyncio.Task[None]] = {}
+        self._open: dict[str, m.OpenLease] = {}  # the same, for a coordinator that has restarted
         self._num_judged = 0
         self._num_infra_errors = 0
         self._idle = Idle(
             waits, "leases", on="coordinator", timeout_s=run.idle_timeout_s, limit_key="run.idle_timeout_s"
         )
         channel.capacity = min(2 * config.num_workers, config.max_queue)  # one at work and one waiting for each worker
-        channel.hello_fields = lambda: {"isolation": pool.isolation}
+        channel.hello_fields = lambda: {"isolation": pool.isolation, "open_leases": list(self._open.values())}
         channel.beat_fields = self._beat_fields
 
     def _beat_fields(self) -> dict[str, Any]:
@@ -106,11 +107,15 @@ class RewardNode:
     def _begin(self, lease: m.ScoreLease) -> None:
         task = asyncio.create_task(self._work(lease), name=f"lease {lease.lease_id}")
         self._leases[lease.lease_id] = task
+        self._open[lease.lease_id] = m.OpenLease(
+            lease_id=lease.lease_id, group_id=lease.group_id, sample_index=lease.sample_index
+        )
         self._idle.set(False)
         task.add_done_callback(lambda _: self._end(lease.lease_id))
 
     def _end(self, lease_id: str) -> None:
         self._leases.pop(lease_id, None)
+        self._open.pop(lease_id, None)
         if not self._leases and self.channel.capacity:  # without capacity it leaves, and waits for nothing
             self._idle.set(True)
 

@@ -41,6 +41,7 @@ class RolloutNode:
     ) -> None:
         self.run, self.config, self.engine, self.channel, self.waits = run, config, engine, channel, waits
         self._leases: dict[str, asyncio.Task[None]] = {}
+        self._open: dict[str, m.OpenLease] = {}  # the same, for a coordinator that has restarted
         self._settled_tokens = (
             0  # that the coordinator has in its ledger: delivered, or thrown away while this node was idle
         )
@@ -53,7 +54,11 @@ class RolloutNode:
         )
         self._paused_s = 0.0  # generation stood still for weight updates, failed ones too
         channel.capacity = config.max_concurrent_groups
-        channel.hello_fields = lambda: {"holds": engine.holds, "num_workers": engine.num_workers}
+        channel.hello_fields = lambda: {
+            "holds": engine.holds,
+            "num_workers": engine.num_workers,
+            "open_leases": list(self._open.values()),
+        }
         channel.beat_fields = self._beat_fields
 
     def _beat_fields(self) -> dict[str, Any]:
@@ -121,11 +126,13 @@ class RolloutNode:
     def _begin(self, lease: m.GenerateLease) -> None:
         task = asyncio.create_task(self._work(lease), name=f"lease {lease.lease_id}")
         self._leases[lease.lease_id] = task
+        self._open[lease.lease_id] = m.OpenLease(lease_id=lease.lease_id, group_id=lease.group_id)
         self._idle.set(False)
         task.add_done_callback(lambda _: self._end(lease.lease_id))
 
     def _end(self, lease_id: str) -> None:
         self._leases.pop(lease_id, None)
+        self._open.pop(lease_id, None)
         if not self._leases and self.channel.capacity:  # without capacity it leaves, and waits for nothing
             self._idle.set(True)
 

@@ -1,5 +1,6 @@
 """Rules of the layout that no type checker sees: what may import what, and what a light command may cost."""
 
+import ast
 import pkgutil
 import resource
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import common
 import protocol
+from protocol.messages import all_messages
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "vllm", "megatron", "transformers"}
@@ -49,3 +51,35 @@ def test_the_import_contracts_hold():
         [Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True
     )
     assert lint.returncode == 0, lint.stdout + lint.stderr
+
+
+def producers():
+    """Message class -> where in the packages one is made: a role's folder, or a module of protocol/ or services/."""
+    names = {message.__name__ for message in all_messages().values()}
+    found = {name: set() for name in names}
+    for path in [*(ROOT / "services").rglob("*.py"), *(ROOT / "protocol").rglob("*.py")]:
+        parts = path.relative_to(ROOT).parts
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "protocol.messages"]
+        bare = {alias.name for node in imports for alias in node.names}
+        for node in nodes:
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="m"), attr=name)) if name in names:
+                    found[name].add("/".join(parts[:2]))
+                case ast.Call(func=ast.Name(id=name)) if name in names & bare:
+                    found[name].add("/".join(parts[:2]))
+    return found
+
+
+def test_every_message_has_a_producer_and_only_those_that_are_for_all_have_more_than_one():
+    both_sides = {  # said by learner and engines alike, or by each kind of node
+        "SyncReady": {"services/learner", "services/rollout"},
+        "SyncFailed": {"services/learner", "services/rollout"},
+        "StopRequest": {"services/cli.py", "services/up.py"},
+        "Refused": {"protocol/channel.py", "services/coordinator"},
+    }
+    for name, places in producers().items():
+        if name in both_sides:
+            assert places == both_sides[name], name
+        else:
+            assert len(places) == 1, f"{name} is made in {sorted(places)}"

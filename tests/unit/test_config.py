@@ -61,6 +61,7 @@ def test_impossible_values_are_refused(override, words):
         ("run.max_completion_tokens=100000", "lower them by"),
         ("learner.parallel.tensor=3", "use one of"),
         ("up.rollout_devices=[[0],[1]]", "up.rollout_nodes"),
+        ("run.ack_timeout_s=10", "run.join_timeout_s"),
         ("coordinator.no_progress_timeout_s=10", "gives up before a lease does"),
     ],
 )

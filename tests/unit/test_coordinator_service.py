@@ -277,7 +277,7 @@ def test_twins_whose_lease_is_given_up_are_judged_all_the_same(twins):
     assert all(twins.samples_of(lease.group_id)[index].lost for index in range(3))
 
 
-def test_a_coordinator_that_starts_again_copies_what_was_judged_before(twins, tmp_path, monkeypatch):
+def test_a_coordinator_that_starts_again_copies_what_was_judged_before(twins, tmp_path):
     _, lease = twins.scores[0]
     twins.score(*twins.scores[1], RIGHT)
     group = twins.coordinator.pool.groups[lease.group_id]
@@ -285,8 +285,8 @@ def test_a_coordinator_that_starts_again_copies_what_was_judged_before(twins, tm
     assert group.samples[1].result is None
     twins.journal._queue.put((twins.coordinator.pool.drain_records(), None))
     twins.journal.close()
-    monkeypatch.setattr("services.coordinator.leases.CLAIM_BEATS", 0)
     again = Desk(tmp_path, group_size=4)
+    again.coordinator.leases._awaited.clear()
     assert of(m.ScoreLease, again.join("reward", "a")) == []
     assert str(again.coordinator.pool.groups[lease.group_id].status) == "ready"
     assert again.coordinator.leases.num_copied == 2

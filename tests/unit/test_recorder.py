@@ -7,7 +7,7 @@ import threading
 import pytest
 
 import common.logs
-from common.errors import PeerError
+from common.errors import ConfigError, PeerError
 from common.recorder import MAX_REPORT_BYTES, RING_LINES, Recorder
 from common.waits import WaitTable
 
@@ -56,6 +56,10 @@ def test_the_first_error_is_the_one_that_is_kept(recorder):
     path = recorder.write(failed(PeerError("first")))
     assert recorder.write(failed(PeerError("second"))) is None
     assert json.loads(path.read_text())["error"] == "first"
+
+
+def test_a_process_that_could_not_begin_leaves_no_report(recorder):
+    assert recorder.write(failed(ConfigError("Another coordinator has the journal open."))) is None
 
 
 def test_the_log_is_a_ring_and_a_report_has_a_bound(recorder):

@@ -1,0 +1,186 @@
+"""The liveness contract on real processes: what they wait for is said, no wait is for ever, and what stands still is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+
+from loop_harness import ROOT, Role, Run
+
+
+def error_of(role):
+    """The paragraph that a role ended with."""
+    return role.log.read_text().rpartition("error: ")[2]
+
+
+def steps_of(run):
+    """A run's checkpoints, by their step."""
+    return sorted(int(path.name.removeprefix("step-")) for path in (run.run_dir / "checkpoints").glob("step-*"))
+
+
+def test_a_healthy_run_shows_its_waits_each_with_a_limit_and_never_a_circle(tmp_path):
+    changes = {"coordinator.max_steps": 1000, "rollout.fake.tokens_per_s": 40, "learner.fake_step_s": 0.3}
+    with Run(tmp_path, changes) as run:
+        roles = run.start_all("a", "b")
+        run.wait_for_step(1)
+        seen = []
+        deadline = time.monotonic() + 8
+        while time.monotonic() < deadline:
+            status = run.status()
+            assert status["cycles"] == []
+            seen += status["waits"]
+            time.sleep(0.1)
+        assert all(wait["limit_key"] and wait["deadline_s"] > 0 for wait in seen)
+        on = {(wait["who"], wait["on"]) for wait in seen}
+        assert {("coordinator", "a"), ("coordinator", "b"), ("coordinator", "learner"), ("judge", "coordinator")} <= on
+        assert any(wait["who"] == "learner" and wait["what"].startswith("the batch of step") for wait in seen)
+        table = run.forebay("waits", "--address", run.address)
+        as_json = run.forebay("waits", "--address", run.address, "--json")
+        run.assert_all_exit(table, as_json)
+        assert "coordinator.generate_timeout_s" in table.log.read_text().replace("\n", "")
+        assert {"waits", "cycles"} == set(
+            json.loads(as_json.log.read_text().partition("{")[1] + as_json.log.read_text().partition("{")[2])
+        )
+        run.assert_all_exit(run.forebay("stop", "--address", run.address), *roles.values())
+
+
+def test_a_node_that_gets_no_work_for_too_long_ends_with_the_wait_and_its_limit(tmp_path):
+    with Run(tmp_path, {"run.idle_timeout_s": 2}) as run:
+        coordinator, rollout = run.start("coordinator"), run.start("rollout")
+        assert rollout.exit_code() == 5
+        assert "for leases from coordinator" in error_of(rollout)
+        assert "run.idle_timeout_s" in error_of(rollout)
+        report = json.loads(next((run.run_dir / "reports").glob("rollout-*.json")).read_text())
+        assert report["error"].startswith("Waited ")
+        run.assert_all_exit(run.forebay("stop", "--address", run.address), coordinator)
+
+
+def test_a_step_that_takes_too_long_fails_the_run_with_learner_step_and_limit(tmp_path):
+    with Run(tmp_path, {"coordinator.step_timeout_s": 2, "learner.fake_step_s": 8}) as run:
+        roles = run.start_all()
+        assert roles["coordinator"].exit_code() == 5
+        words = error_of(roles["coordinator"])
+        assert "The learner learner was given the batch of step 1" in words
+        assert "coordinator.step_timeout_s = 2" in words
+        assert "for the commit of step 1 from learner" in words, "all waits are in it"
+        run.assert_all_exit(roles["judge"], roles["a"], roles["learner"])
+
+
+def test_a_training_thread_that_nothing_can_interrupt_is_ended_with_the_wait_it_sits_in(tmp_path):
+    with Run(tmp_path) as run:
+        coordinator = run.start("coordinator")
+        argv = [sys.executable, str(ROOT / "tests/integration/blocked_learner.py"), str(run.config_path)]
+        stuck = Role("stuck", ["env", f"PYTHONPATH={ROOT}", *argv], tmp_path / "stuck.log")
+        run.roles.append(stuck)
+        run.wait_until(lambda s: any(wait["on"] == "rank 1" and wait["who"] == "stuck" for wait in s["waits"]))
+        assert stuck.exit_code() == 5
+        assert "for the work of step 1 from rank 1" in error_of(stuck)
+        assert "learner.wait_timeout_s" in error_of(stuck)
+        report = json.loads(next((run.run_dir / "reports").glob("stuck-*.json")).read_text())
+        main_thread = next(stack for name, stack in report["threads"].items() if name.startswith("MainThread"))
+        assert "the_collective" in main_thread
+        coordinator.signal(signal.SIGTERM)
+        run.assert_all_exit(coordinator, code=143)
+
+
+def torchrun(run, *, num_ranks):
+    """The learner as a world of ``num_ranks`` processes."""
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    argv += ["-m", "services.learner", "--config", str(run.config_path), "--node-id", "learner"]
+    role = Role("learner", ["env", "OMP_NUM_THREADS=1", *argv], run.folder / "learner.log")
+    run.roles.append(role)
+    return role
+
+
+def test_the_ranks_of_a_learner_survive_a_batch_that_takes_longer_than_their_limit(tmp_path):
+    changes = {
+        "learner.wait_timeout_s": 3,
+        "coordinator.max_steps": 2,
+        "coordinator.max_staleness": 0,
+        "coordinator.bypass_window": 0,
+        "rollout.fake.tokens_per_s": 1,  # 8 tokens each, 2 completions one after the other: 16 s a group
+        "coordinator.generate_timeout_s": 50,
+    }
+    with Run(tmp_path, changes) as run:
+        roles = [run.start("coordinator"), run.start("reward"), run.start("rollout"), torchrun(run, num_ranks=2)]
+        run.assert_all_exit(*roles)
+        summary = run.assert_finished()
+        assert max(step["time/wait_batch_s"] for step in summary["steps"]) > 2 * 3, "or this shows nothing"
+
+
+def test_a_rank_that_stands_still_ends_its_world_with_the_wait_and_its_limit(tmp_path):
+    with Run(tmp_path, {"learner.wait_timeout_s": 4, "coordinator.max_steps": 1000}) as run:
+        roles = [run.start("coordinator"), run.start("reward"), run.start("rollout")]
+        learner = torchrun(run, num_ranks=2)
+        run.wait_for_step(2)
+        second = next(pid for pid in children_of(learner.process.pid) if rank_of(pid) == "1")
+        os.kill(second, signal.SIGSTOP)
+        deadline = time.monotonic() + 60
+        while "error: " not in learner.log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.kill(second, signal.SIGCONT)  # torchrun would give it half a minute to end
+        assert learner.exit_code() != 0
+        words = one_line(learner.log.read_text().partition("error: ")[2])
+        assert "from rank 1, and it did not come. The limit is learner.wait_timeout_s" in words
+        run.assert_all_exit(run.forebay("stop", "--address", run.address), *roles)
+
+
+def one_line(text):
+    """Without line breaks."""
+    return " ".join(text.split())[:2000]
+
+
+def children_of(pid):
+    """Processes whose parent is ``pid``."""
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]
+
+
+def rank_of(pid):
+    """RANK in the environment of ``pid``."""
+    with open(f"/proc/{pid}/environ") as file:
+        return dict(entry.partition("=")[::2] for entry in file.read().split("\0")).get("RANK")
+
+
+def test_a_step_whose_commit_comes_after_the_coordinators_end_is_discarded_and_trained_again(tmp_path):
+    changes = {
+        "learner.fake_step_s": 4,
+        "learner.stop_timeout_s": 1,
+        "coordinator.leave_timeout_s": 0.5,
+        "coordinator.max_steps": 3,
+    }
+    with Run(tmp_path, changes) as run:
+        roles = run.start_all()
+        run.wait_until(lambda s: s["groups"]["batched"] and s["version"] == 1)
+        run.assert_all_exit(run.forebay("stop", "--address", run.address), *roles.values())
+        assert [event["step"] for event in roles["learner"].events("step_discarded")] == [2]
+        assert run.summary()["version"] == 1
+        assert 2 not in steps_of(run), "the coordinator would refuse a learner that is ahead of it"
+        run.assert_all_exit(*(run.start(role) for role in ("coordinator", "reward", "rollout", "learner")))
+        run.assert_finished()
+
+
+def test_a_step_whose_commit_still_reaches_the_coordinator_is_kept_without_a_publication(tmp_path):
+    with Run(tmp_path, {"learner.fake_step_s": 2, "coordinator.max_steps": 1000}) as run:
+        roles = run.start_all()
+        run.wait_until(lambda s: s["groups"]["batched"] and s["version"] == 1)
+        run.assert_all_exit(run.forebay("stop", "--address", run.address), *roles.values())
+        summary = run.assert_stopped()
+        assert summary["version"] == 2
+        assert summary["num_syncs"] == 1, "no engine is left that would want it"
+
+
+def test_a_process_that_stood_still_says_so_and_goes_on(tmp_path):
+    with Run(tmp_path, {"coordinator.max_steps": 1000}) as run:
+        roles = run.start_all()
+        run.wait_for_step(1)
+        roles["judge"].signal(signal.SIGSTOP)
+        time.sleep(2.5)
+        roles["judge"].signal(signal.SIGCONT)
+        run.wait_for_step(run.status()["version"] + 2)
+        run.assert_all_exit(run.forebay("stop", "--address", run.address), *roles.values())
+        assert [event["seconds"] > 2 for event in roles["judge"].events("process_stood_still")] == [True]
+        assert roles["judge"].events("loop_blocked") == []

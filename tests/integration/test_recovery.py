@@ -1,0 +1,67 @@
+"""What survives a restart of the coordinator besides the data: the work that nodes have at hand, and what it cost."""
+
+from __future__ import annotations
+
+import signal
+
+from loop_harness import Run
+
+
+def test_work_at_hand_survives_a_restart_of_the_coordinator(tmp_path):
+    """Nodes keep what they generate, deliver it to the next coordinator, and no token is lost, doubled or thrown away."""
+    changes = {
+        "coordinator.max_steps": 6,
+        "rollout.fake.tokens_per_s": 8,  # a second for each completion
+        "coordinator.node_timeout_s": 10,
+    }
+    with Run(tmp_path, changes) as run:
+        roles = run.start_all("a", "b")
+        for step in (1, 3):
+            run.wait_for_step(step)
+            run.wait_until(lambda s: sum(n["leases"] for n in s["nodes"] if n["role"] == "rollout") >= 2)
+            roles["coordinator"].signal(signal.SIGKILL)
+            roles["coordinator"].exit_code()
+            roles["coordinator"] = run.start("coordinator")
+        run.assert_all_exit(*roles.values())
+        summary = run.assert_finished()
+        ledger = summary["ledger"]
+        assert {key: ledger[key] for key in ("failed", "lost", "duplicate", "in_flight")} == {
+            "failed": 0,
+            "lost": 0,
+            "duplicate": 0,
+            "in_flight": 0,
+        }
+        groups = 6 * run.config["coordinator"]["groups_per_step"]
+        assert ledger["generated"] == groups * run.config["coordinator"]["group_size"] * 8
+        assert all(role.events("rejoined") for role in (roles["a"], roles["b"]))
+
+
+def test_a_replay_publishes_its_last_step_once_under_a_new_incarnation(tmp_path):
+    changes = {"coordinator.max_steps": 9, "learner.fake_step_s": 0.3, "learner.checkpoint_interval_steps": 4}
+    with Run(tmp_path, changes) as run:
+        roles = run.start_all()
+        run.wait_for_step(6)
+        roles["learner"].signal(signal.SIGKILL)
+        roles["learner"].exit_code()
+        last = run.status()["version"]
+        roles["learner"] = run.start("learner", "learner-2")
+        run.assert_all_exit(*roles.values())
+        run.assert_finished()
+        versions = [event["version"] for event in roles["a"].events("weights_updated")]
+        again = versions[versions.index(f"v{last}/1") :]
+        assert again == [f"v{version}/1" for version in range(last, 10)], (
+            "replayed ones before it stay with the learner"
+        )
+
+
+def test_samples_that_no_checkpoint_needs_leave_the_journal(tmp_path):
+    changes = {"coordinator.max_steps": 12, "coordinator.keep_trained_steps": 0, "learner.keep_checkpoints": 1}
+    with Run(tmp_path, changes) as run:
+        roles = run.start_all()
+        run.assert_all_exit(*roles.values())
+        assert run.summary()["state"] == "finished"
+        [(first, last)] = run.query("SELECT MIN(sample_id) / 4096, MAX(sample_id) / 4096 FROM samples")
+        oldest = dict(run.query("SELECT step, MIN(group_id) FROM groups GROUP BY step"))
+        assert oldest[8] < first <= oldest[11] <= last, (
+            "what the last checkpoints had trained is gone, the rest is there"
+        )

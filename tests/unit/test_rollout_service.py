@@ -1,0 +1,51 @@
+"""A rollout node's own account of its time, with an engine whose updates take as long as the test says."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from common.errors import ForebayError
+from common.waits import WaitTable
+from protocol import messages as m
+from protocol.config import RunConfig
+from protocol.versions import VersionTag
+from services.rollout.config import RolloutConfig
+from services.rollout.service import RolloutNode
+
+PLAN = m.SyncPlan(
+    sync_id=1, tag=VersionTag(version=1), stores=[], members=[], world_size=1, group_key="k", timeout_s=9.0
+)
+
+
+async def test_the_time_of_pauses_is_the_sum_of_all_of_them_failed_ones_too(tmp_path, monkeypatch):
+    clock = [50.0]
+    monkeypatch.setattr("services.rollout.service.time.monotonic", lambda: clock[0])
+    pauses = iter([0.5, 2.0, -1.25, 0.25])
+
+    class Engine:
+        holds = VersionTag(version=0)
+        num_workers = 1
+
+        def generated_tokens(self):
+            return 0
+
+        async def update_weights(self, plan):
+            pause = next(pauses)
+            clock[0] += abs(pause)
+            if pause < 0:
+                raise ForebayError("the engine lost its peer")
+            return pause
+
+    run = RunConfig(id="r", dir=tmp_path, model=tmp_path)
+    channel = SimpleNamespace(capacity=0)
+    node = RolloutNode(run, RolloutConfig(engine="fake"), Engine(), channel, WaitTable())
+    seen = [channel.beat_fields()["counters"]["paused_s"]]
+    for fails in (False, False, True, False):
+        if fails:
+            with pytest.raises(ForebayError):
+                await node._update(PLAN)
+        else:
+            await node._update(PLAN)
+        clock[0] += 10  # between two of them it generates
+        seen.append(channel.beat_fields()["counters"]["paused_s"])
+    assert seen == [0.0, 0.5, 2.5, 3.75, 4.0]
