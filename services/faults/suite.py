@@ -20,7 +20,14 @@ from common.errors import ConfigError
 from services.faults.case import Case, Result, run_case
 from services.faults.cases.table import STAGES, all_cases
 
-_COLUMNS = (("fault", 78), ("detected", 9), ("recovered", 10), ("lost", 5), ("twice", 6), ("result", 8))
+_COLUMNS = (
+    ("fault", 72),
+    ("detected after", 14),
+    ("recovered after", 15),
+    ("lost", 4),
+    ("duplicated", 10),
+    ("result", 7),
+)
 
 
 def select(names: Sequence[str], stages: Sequence[str], *, real: bool) -> list[Case]:
