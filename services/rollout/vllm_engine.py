@@ -32,6 +32,7 @@ from protocol.versions import Segment, VersionTag
 from services.rollout.config import RolloutConfig
 from services.rollout.engine import Completion, PromptTooLong
 from services.rollout.vllm_plugin import BACKEND, PARENT_ENV
+from services.rollout.vllm_sockets import SocketFolder
 
 log = structlog.get_logger()
 
@@ -72,6 +73,7 @@ class VllmEngine:
         self.num_workers = config.tensor_parallel
         self.holds = VersionTag(version=0)
         self._llm: AsyncLLM | None = None
+        self._sockets: SocketFolder | None = None
         self._tokenizer: Any = None
         self._counter = _TokenCounter()
         self._group_key = ""
@@ -92,6 +94,7 @@ class VllmEngine:
         self._counter.generated = 0
 
     def _build(self) -> AsyncLLM:
+        self._sockets = SocketFolder()
         if not torch.cuda.is_available():
             _cpu_environment(self.config)
         os.environ[PARENT_ENV] = str(os.getpid())
@@ -196,6 +199,8 @@ class VllmEngine:
             llm, self._llm = self._llm, None
             await asyncio.to_thread(llm.shutdown)
             await asyncio.sleep(0)  # vLLM's output task sees the end of its engine and ends, too
+        if self._sockets is not None:
+            self._sockets.close()
 
 
 def _completion(sample_index: int, prompt_ids: list[int], output: CompletionOutput) -> Completion:

@@ -45,8 +45,9 @@ class Leftovers:
 
     @staticmethod
     def _all() -> set[Path]:
-        sockets = {path for path in Path(tempfile.gettempdir()).glob("*") if path.is_socket()}
-        return {*Path("/dev/shm").glob("*"), *sockets}
+        root = Path(tempfile.gettempdir())
+        sockets = {path for path in (*root.glob("*"), *root.glob("forebay-vllm-*/*")) if path.is_socket()}
+        return {path for path in Path("/dev/shm").glob("*") if path.is_file()} | sockets
 
     def found(self) -> set[Path]:
         """Those that are left now."""
@@ -99,15 +100,16 @@ def _finish(scene: Scene, roles: dict[str, Role]) -> None:
 
 
 def _engine_dies(scene: Scene) -> None:
-    """The whole rollout process: its engine's processes go with it, and nothing of theirs stays."""
+    """The whole rollout process: its engine's processes go with it, and when its successor is in, nothing of theirs is left."""
     leftovers = Leftovers()
     roles = _start(scene)
     children = descendants(roles["a"].pid)
     assert children, "vLLM runs in processes of its own"
     scene.kill_at(roles["a"], "sample_result")
     assert_gone(children, within_s=20)
-    assert not (left := leftovers.found()), f"left behind: {left}"
     roles["a"] = scene.run.again(roles["a"])
+    scene.run.wait_until(lambda s: roles["a"].pid in {node["pid"] for node in s["nodes"]}, START_S)
+    assert not (left := leftovers.found()), f"left behind: {left}"
     _finish(scene, roles)
 
 
