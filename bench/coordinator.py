@@ -80,7 +80,7 @@ class Peer:
 class Load:
     """All nodes of the run in one thread."""
 
-    def __init__(self, address: str, *, num_tokens: int, capacity: int) -> None:
+    def __init__(self, address: str, *, num_tokens: int, capacity: int, num_nodes: int = NUM_NODES) -> None:
         self.context = zmq.Context()
         self.num_tokens, self.capacity = num_tokens, capacity
         self.version = 0
@@ -114,8 +114,8 @@ class Load:
         self._results = [good.model_dump(), good.model_copy(update={"reward": 0.0}).model_dump()]
         self._text = "x" * (4 * num_tokens)  # about four characters a token
         self.poller = zmq.Poller()
-        self.rollouts = [self._join(address, "rollout", f"rollout-{i}") for i in range(NUM_NODES)]
-        self.rewards = [self._join(address, "reward", f"reward-{i}") for i in range(NUM_NODES)]
+        self.rollouts = [self._join(address, "rollout", f"rollout-{i}") for i in range(num_nodes)]
+        self.rewards = [self._join(address, "reward", f"reward-{i}") for i in range(num_nodes)]
         self.learner = self._join(address, "learner", "learner")
         self._peers = {peer.socket: peer for peer in (*self.rollouts, *self.rewards, self.learner)}
         self._beat_at = 0.0
@@ -253,12 +253,12 @@ def rss_mib(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def measure(port: int, *, num_tokens: int, capacity: int, seconds: float) -> Round:
+def measure(port: int, *, num_tokens: int, capacity: int, seconds: float, num_nodes: int = NUM_NODES) -> Round:
     """One coordinator, warmed up for two seconds, then measured."""
     with tempfile.TemporaryDirectory(prefix="forebay-bench-") as name:
         process = coordinator(Path(name), port)
         try:
-            load = Load(f"tcp://127.0.0.1:{port}", num_tokens=num_tokens, capacity=capacity)
+            load = Load(f"tcp://127.0.0.1:{port}", num_tokens=num_tokens, capacity=capacity, num_nodes=num_nodes)
             load.run(samples=1)
             load.run(until=time.perf_counter() + 2)
             load.ack_s.clear()
@@ -331,13 +331,18 @@ def main() -> None:
     )
     if args.samples:
         return endure(args.port, args.samples)
-    kinds = [("1,000 tokens", 1000, 8), ("1,000 tokens, one group at a time", 1000, 1), ("10,000 tokens", 10_000, 8)]
+    kinds = [("1,000 tokens", 1000, 8, 8), ("1,000 tokens", 1000, 8, 1), ("1,000 tokens", 1000, 1, 1), ("10,000 tokens", 10_000, 8, 8)]  # fmt: skip
+    kinds = [
+        (f"{name} | {nodes * capacity} groups", tokens, nodes, capacity) for name, tokens, nodes, capacity in kinds
+    ]
     rounds: dict[str, list[Round]] = {name: [] for name, *_ in kinds}
     for index in range(args.rounds):
-        for name, num_tokens, capacity in kinds:
+        for name, num_tokens, nodes, capacity in kinds:
             port = args.port + index % 50
-            rounds[name].append(measure(port, num_tokens=num_tokens, capacity=capacity, seconds=args.seconds))
-    print("\n".join(table([(f"{name} | {NUM_NODES * capacity} groups", rounds[name]) for name, _, capacity in kinds])))
+            rounds[name].append(
+                measure(port, num_tokens=num_tokens, capacity=capacity, seconds=args.seconds, num_nodes=nodes)
+            )
+    print("\n".join(table([*rounds.items()])))
 
 
 if __name__ == "__main__":

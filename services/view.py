@@ -86,7 +86,7 @@ def step_line(row: dict[str, Any]) -> str:
 def render(status: Status, rates: Rates) -> RenderableType:
     """The whole state as tables."""
     rate = rates.add(status)
-    return Group(_headline(status), _nodes(status, rate), _waits(status))
+    return Group(_headline(status), _ledger_line(status), _troubles(status), _nodes(status, rate), _waits(status))
 
 
 def _headline(status: Status) -> RenderableType:
@@ -106,7 +106,8 @@ def _headline(status: Status) -> RenderableType:
     )
     table.add_row(
         f"buffer: {groups['ready']} ready, {groups['open']} open, {groups['batched']} in training",
-        f"tokens: {ledger['generated']:,} generated, {ledger['trained']:,} trained, {ledger['in_flight']:,} in flight",
+        f"groups: {ledger['groups_admitted']:,} admitted, {ledger['groups_trained']:,} trained, "
+        f"{ledger['groups_filtered']:,} filtered, {ledger['groups_failed']:,} failed",
         "",
     )
     return table
@@ -174,6 +175,11 @@ def _outcome(summary: Status, log_dir: str) -> RenderableType:
     gaps = [row["train/logprob_gap_mean"] for row in summary["steps"] if "train/logprob_gap_mean" in row]
     if gaps:
         table.add_row("log-prob gap", f"{fmean(gaps):.4f} nats per token on average, {max(gaps):.4f} at most")
+    if summary["num_tasks_out"]:
+        task_id, reason = [*summary["tasks_out"].items()][-1]
+        table.add_row("tasks that are out", f"{summary['num_tasks_out']}; the last one, {task_id}: {reason[:200]}")
+    if summary["state"] != "running":
+        table.add_row("ended", summary["end_reason"])
     table.add_row("trained checkpoint", summary["export_dir"] or "none: the run did not reach its end")
     table.add_row("logs", log_dir)
     return table
@@ -187,31 +193,72 @@ def learner_time(steps: list[dict[str, Any]]) -> str:
     return ", ".join(f"{seconds / total:.0%} {name}" for name, seconds in sums.items()) if total else ""
 
 
+# Row of the ledger -> (its counter of groups, if groups can be there; what it means)
 _LEDGER_ROWS = {
-    "generated": "by the engines' own count",
-    "trained": "in a committed step",
-    "buffered": "in groups that wait for a step",
-    "in_flight": "in engines, not yet delivered",
-    "filtered": "groups without signal that were refilled",
-    "failed": "of groups or samples that were given up",
-    "duplicate": "second results of a sample",
-    "lost": "in flight in a node when it left",
+    "generated": ("groups_admitted", "the engines' own count; groups: admitted"),
+    "trained": ("groups_trained", "in a committed step"),
+    "buffered": ("groups_live", "in groups that wait for a step"),
+    "in_flight": ("", "in engines, not yet delivered"),
+    "filtered": ("groups_filtered", "groups without signal that were refilled"),
+    "failed": ("groups_failed", "of groups or samples that were given up"),
+    "duplicate": ("", "second results of a sample"),
+    "lost": ("", "in flight in a node when it left"),
 }
+_PARTS = [name for name in _LEDGER_ROWS if name != "generated"]
+
+
+def unaccounted(status: Status) -> tuple[int, int]:
+    """(tokens, groups) that the ledger of a status or summary doesn't account for: (0, 0), or something is wrong."""
+    ledger = _with_live(status)
+    tokens = ledger["generated"] - sum(ledger[name] for name in _PARTS)
+    ended = ("groups_trained", "groups_live", "groups_filtered", "groups_failed")
+    return tokens, ledger["groups_admitted"] - sum(ledger[key] for key in ended)
+
+
+def _with_live(status: Status) -> dict[str, int]:
+    return status["ledger"] | {"groups_live": sum(status["groups"].values())}
 
 
 def _ledger(summary: Status) -> RenderableType:
-    ledger = summary["ledger"]
-    table = Table(title="Ledger: completion tokens", title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column()
-    for name, meaning in _LEDGER_ROWS.items():
-        table.add_row(name.replace("_", " "), f"{ledger[name]:,}", meaning, end_section=name == "generated")
-    rest = ledger["generated"] - sum(ledger[name] for name in _LEDGER_ROWS if name != "generated")
+    ledger = _with_live(summary)
+    table = Table(title="Ledger: completion tokens and groups", title_justify="left")
+    for name in ("", "tokens", "groups", ""):
+        table.add_column(name, justify="right" if name else "left")
+    for name, (key, meaning) in _LEDGER_ROWS.items():
+        groups = f"{ledger[key]:,}" if key else ""
+        row = (name.replace("_", " "), f"{ledger[name]:,}", groups, meaning)
+        table.add_row(*row, end_section=name == "generated")
+    tokens, groups = unaccounted(summary)
     table.caption = (
-        "closes: every generated token is accounted for" if rest == 0 else f"DOES NOT CLOSE: {rest:,} unaccounted for"
+        "closes: every generated token and every group is accounted for"
+        if not tokens and not groups
+        else f"DOES NOT CLOSE: {tokens:,} tokens and {groups:,} groups are unaccounted for"
     )
     return table
+
+
+def _ledger_line(status: Status) -> RenderableType:
+    """The same for the live view."""
+    ledger = _with_live(status)
+    parts = " + ".join(f"{ledger[name]:,} {name.replace('_', ' ')}" for name in _PARTS if ledger[name])
+    tokens, groups = unaccounted(status)
+    line = Text(f"ledger: {ledger['generated']:,} tokens generated = {parts or '0'}")
+    if tokens or groups:
+        line.append(f"; DOES NOT CLOSE by {tokens:,} tokens, {groups:,} groups", style="bold red")
+    return line
+
+
+def _troubles(status: Status) -> RenderableType:
+    """What a person should see to."""
+    lines = []
+    if status["disk_full_s"]:
+        lines.append(
+            f"THE DISK of the journal has been full for {status['disk_full_s']:.0f} s: nothing is acknowledged until there is space"
+        )
+    if status["num_tasks_out"]:
+        task_id, reason = [*status["tasks_out"].items()][-1]
+        lines.append(f"{status['num_tasks_out']} tasks are out for good; the last one, {task_id}: {reason[:200]}")
+    return Text("\n".join(lines), style="yellow")
 
 
 def _staleness(summary: Status) -> RenderableType:

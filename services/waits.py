@@ -15,6 +15,7 @@ from protocol.security import Keys
 from services.view import Status, fetch
 
 AGAIN_S = 1.0
+PLAIN_WIDTH = 160  # columns in a file or a pipe, where nothing has to be broken
 
 
 def main(address: str, *, keys: Keys | None, as_json: bool, watch: bool) -> int:
@@ -28,6 +29,8 @@ def main(address: str, *, keys: Keys | None, as_json: bool, watch: bool) -> int:
         print(json.dumps({"waits": status["waits"], "cycles": status["cycles"]}, indent=1))
         return 0
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
     if not watch:
         console.print(render(status))
         return 0

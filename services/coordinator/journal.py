@@ -81,6 +81,7 @@ STATEMENTS = {
     "forget_results": "DELETE FROM results WHERE sample_id < ? * 4096",
 }
 
+Step = tuple[int, float, dict[str, float]]
 _Item = tuple[Sequence[Record], asyncio.Future[None] | None]
 
 
@@ -278,17 +279,17 @@ class Journal:
         with self._reading(), contextlib.closing(sqlite3.connect(f"file:{self.path}?mode=ro", uri=True)) as db:
             return list(_groups(db, "step = ?", [step]).values())
 
-    def steps(self) -> list[tuple[int, float, dict[str, float]]]:
-        """Committed steps: (step, seconds since the epoch, metrics).
+    def steps(self, *, first: int, last: int) -> tuple[list[Step], list[Step]]:
+        """The ``first`` and the ``last`` committed steps, in order: (step, seconds since the epoch, metrics).
 
         Raises:
             ConfigError: what is read is damaged.
         """
+        query = "SELECT step, committed_at, metrics FROM steps WHERE committed_at IS NOT NULL ORDER BY step"
         with self._reading():
-            rows = self._db.execute(
-                "SELECT step, committed_at, metrics FROM steps WHERE committed_at IS NOT NULL ORDER BY step"
-            )
-            return [(step, at, json.loads(metrics)) for step, at, metrics in rows]
+            oldest = [(step, at, json.loads(m)) for step, at, m in self._db.execute(f"{query} LIMIT ?", [first])]
+            newest = [(step, at, json.loads(m)) for step, at, m in self._db.execute(f"{query} DESC LIMIT ?", [last])]
+        return oldest, newest[::-1]
 
 
 def _load(db: sqlite3.Connection, meta: dict[str, str]) -> PoolState:

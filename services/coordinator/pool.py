@@ -284,7 +284,7 @@ class Pool:
             return
         self._failed_in_a_row = 0
         if self.task_failures.pop(group.task_index, 0):
-            self._record("task", group.task_index, 0, None)
+            self._record("task", group.task_index, 0, self.tasks_out.get(group.task_index))
         if (
             config.dynamic_sampling
             and len(set(rewards)) == 1
@@ -394,7 +394,8 @@ class Pool:
             self.ledger.failed += group.num_tokens - trained
             self.ledger.groups_trained += 1
         self.version = step
-        self._record("commit", metrics, step)
+        ledger = {f"ledger/{name}": float(value) for name, value in self.ledger.model_dump().items()}
+        self._record("commit", metrics | ledger, step)
         self._ledger_changed = True
         self.ledger.check(buffered=self.buffered_tokens, live_groups=len(self.groups))
         return batch

@@ -17,7 +17,6 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from protocol.codec import Array, Received
 from protocol.config import RunConfig
 from protocol.tasks import Task, fingerprint, load_tasks
 from protocol.versions import VersionTag
-from services.coordinator.batches import batch_metrics, make_batch
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.cursor import TaskCursor
 from services.coordinator.journal import Journal
@@ -42,8 +40,9 @@ from services.coordinator.membership import Members, Node
 from services.coordinator.pool import Pool, Record
 from services.coordinator.reports import Reports
 from services.coordinator.status import build_status
+from services.coordinator.steps import StepDesk
 from services.coordinator.updates import WeightUpdates
-from services.coordinator.waits import FirstSeen, HandedOut, observe, step_overdue, waits_text
+from services.coordinator.waits import FirstSeen, observe, step_overdue, waits_text
 
 log = structlog.get_logger()
 
@@ -69,7 +68,6 @@ class Coordinator:
         self.socket, self.journal = socket, journal
         cursor = TaskCursor(len(tasks), seed=run.seed, shuffle=config.shuffle, max_epochs=config.max_epochs)
         self.pool = Pool(config, cursor, journal.state)
-        self.steps = journal.steps()
         self.members = Members()
         self.incarnation = int(journal.meta.get("incarnation", "-1"))  # of the learner; 0 is its first life
         self.export_dir = ""
@@ -78,12 +76,9 @@ class Coordinator:
         self.started_at = time.monotonic()
         self._progress_at = self.started_at
         self._status_kept_at = self.started_at
-        self.handed_out: HandedOut | None = None
         self.first_seen = FirstSeen()
         self.loop_watch = LoopWatch()
         self.reports = Reports(Path(run.run_dir), reply=self._reply)
-        self._batch_wait: tuple[bytes, int, int] | None = None  # identity, seq, step
-        self._replays: set[asyncio.Task[None]] = set()
         self._outbox: list[Outgoing] = []
         # Of each node: what its last requests were answered.
         self._answers: dict[bytes, OrderedDict[int, m.Message]] = {}
@@ -109,6 +104,16 @@ class Coordinator:
             reply=self._reply,
             on_progress=self._note_progress,
         )
+        self.steps = StepDesk(
+            config,
+            pool=self.pool,
+            members=self.members,
+            updates=self.updates,
+            journal=journal,
+            reply=self._reply,
+            on_progress=self._note_progress,
+            on_replay_read=self._on_replay_read,
+        )
         self._handlers: dict[type[m.Message], Callable[[Node, Any, Received], None]] = {
             m.Heartbeat: self._on_heartbeat,
             m.Goodbye: self._on_goodbye,
@@ -118,8 +123,8 @@ class Coordinator:
             m.SuiteRequest: self.leases.on_suite_request,
             m.LeaseFailed: self.leases.on_lease_failed,
             m.LeaseCancelled: self.leases.on_lease_cancelled,
-            m.BatchRequest: self._on_batch_request,
-            m.StepCommitted: self._on_commit,
+            m.BatchRequest: self.steps.on_batch_request,
+            m.StepCommitted: self.steps.on_commit,
             m.LearnerDone: self._on_learner_done,
             m.SyncRequest: self.updates.on_request,
             m.SyncReady: self.updates.on_ready,
@@ -153,7 +158,8 @@ class Coordinator:
             raise
         finally:
             self.loop_watch.stop()
-            for task in [*tasks, *self._replays, stopped, ended]:
+            self.steps.close()
+            for task in [*tasks, stopped, ended]:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._write_summary()
@@ -210,8 +216,7 @@ class Coordinator:
         self.members.forgive(stall_s)
         self.updates.forgive(stall_s)
         self._progress_at += stall_s
-        if self.handed_out is not None:
-            self.handed_out = replace(self.handed_out, since=self.handed_out.since + stall_s)
+        self.steps.forgive(stall_s)
 
     def _keep_status(self) -> None:
         """For a post-mortem: what the run was like when it failed, or shortly before this process was killed."""
@@ -236,7 +241,7 @@ class Coordinator:
     def _give_out(self) -> None:
         self.leases.add(self.pool.admit())
         self.leases.dispatch()
-        self._answer_learner()
+        self.steps.answer(max(0, self.incarnation))
 
     async def _let_nodes_leave(self, tasks: list[asyncio.Task[None]]) -> None:
         self._flush()
@@ -340,7 +345,8 @@ class Coordinator:
                 f"The learner's checkpoint is of step {hello.checkpoint_step}, but this run has committed {self.pool.version}: "
                 "it is the checkpoint of another run. Correct run.dir or run.id."
             )
-        if hello.role == "learner" and max(0, hello.checkpoint_step) + 1 < self.pool.first_kept_step:
+        is_new = hello.run_uid == ""  # else it goes on from where it is, not from a checkpoint
+        if hello.role == "learner" and is_new and max(0, hello.checkpoint_step) + 1 < self.pool.first_kept_step:
             return (
                 f"The learner's newest checkpoint is of step {max(0, hello.checkpoint_step)}, and the journal has batches from step "
                 f"{self.pool.first_kept_step} on: newer checkpoints existed and are gone. Restore them to {self.run.run_dir}/checkpoints."
@@ -364,14 +370,11 @@ class Coordinator:
         log.info("node_left", node=node_id, role=node.role, reason=reason, open_leases=len(leases))
         if died:
             self.reports.node_died(node, reason)
-        if self.handed_out and self.handed_out.node_id == node_id:
-            self.handed_out = None
         self.pool.count_lost(node.tokens_in_flight)
         self._record_nodes()
         self._answers.pop(node.identity, None)
         self.leases.interrupted(leases, died=reason if died else "")
-        if self._batch_wait and self._batch_wait[0] == node.identity:
-            self._batch_wait = None
+        self.steps.node_left(node)
         self.updates.node_left(node, reason)
 
     def _expire(self, now: float) -> None:
@@ -385,7 +388,7 @@ class Coordinator:
         observe(self, now)
         if self.state == "running" and (error := step_overdue(self, now)):
             self._fail(error)
-        if self.handed_out:  # the learner is at a step, which has a limit of its own
+        if self.steps.handed_out:  # the learner is at a step, which has a limit of its own
             self._progress_at = now
         if self.state == "running" and now - self._progress_at > self.config.no_progress_timeout_s:
             self._fail(WaitTimeout(self._no_progress_text(now)))
@@ -397,63 +400,12 @@ class Coordinator:
             f"Waits: {waits_text(self)}. Start the missing role and resume the run; the journal has everything."
         )
 
-    # ---- batches and steps ----
+    # ---- the end ----
 
-    def _on_batch_request(self, node: Node, message: m.BatchRequest, received: Received) -> None:
-        self._batch_wait = (node.identity, received.seq, message.step)
-
-    def _answer_learner(self) -> None:
-        if self._batch_wait is None:
-            return
-        identity, seq, step = self._batch_wait
-        tag = VersionTag(version=self.pool.version, incarnation=max(0, self.incarnation))
-        if step <= self.pool.version:
-            replay = asyncio.create_task(self._replay(identity, seq, step))
-            self._replays.add(replay)
-            replay.add_done_callback(self._replays.discard)
-            self._note_handed_out(identity, step)
-        elif self.pool.finished:
-            self._reply(
-                identity, m.EndOfData(reason=f"{self.pool.version} of {self.config.max_steps} steps are done"), seq
-            )
-        elif groups := self.pool.take_batch(step):
-            batch, arrays = make_batch(step, groups, replay=False)
-            self._reply(identity, batch, seq, arrays)
-            self._note_handed_out(identity, step)
-        elif self.updates.wanted(self.pool.version):
-            self._reply(identity, m.Resync(tag=tag), seq)
-        else:
-            return
-        self._batch_wait = None
-
-    async def _replay(self, identity: bytes, seq: int, step: int) -> None:
-        """Hand out the batch of a committed step again, for a learner that restarted before it."""
-        try:
-            groups = await asyncio.to_thread(self.journal.batch, step)
-            batch, arrays = make_batch(step, groups, replay=True, publish=step == self.pool.version)
-            self._reply(identity, batch, seq, arrays)
-        except ForebayError as error:
+    def _on_replay_read(self, error: ForebayError | None) -> None:
+        if error is not None:
             self._fail(error)
         self._flush()
-
-    def _note_handed_out(self, identity: bytes, step: int) -> None:
-        if learner := self.members.by_identity(identity):
-            self.handed_out = HandedOut(step, learner.node_id, time.monotonic())
-
-    def _on_commit(self, node: Node, message: m.StepCommitted, received: Received) -> None:
-        fixed = [group for group in self.pool.groups.values() if group.step == message.step]
-        metrics = (batch_metrics(fixed, self.pool.version) if fixed else {}) | message.metrics
-        ledger = {f"ledger/{name}": float(value) for name, value in self.pool.ledger.model_dump().items()}
-        batch = self.pool.commit(message.step, ledger | metrics)
-        node.checkpoint_step = max(node.checkpoint_step, message.checkpoint_step)
-        self.pool.forget(replay_from=message.replay_from)
-        if self.handed_out and message.step >= self.handed_out.step:
-            self.handed_out = None
-        if batch:
-            self._note_progress()
-            self.steps.append((message.step, time.time(), metrics))
-            log.info("step", step=message.step, **{key: round(value, 4) for key, value in metrics.items()})
-        self._reply(node.identity, m.Ack(accepted=bool(batch)), received.seq)
 
     def _on_learner_done(self, node: Node, message: m.LearnerDone, received: Received) -> None:
         self.export_dir = message.export_dir

@@ -12,7 +12,6 @@ from services.coordinator.waits import all_waits, cycles
 if TYPE_CHECKING:
     from services.coordinator.service import Coordinator
 
-RECENT_STEPS = 200
 RECENT_TASKS_OUT = 50
 OLDEST_GROUPS = 20
 
@@ -54,10 +53,10 @@ def build_status(coordinator: Coordinator) -> dict[str, Any]:
         "blocked_at": coordinator.loop_watch.blocked_at,
         "oldest_groups": _oldest_groups(coordinator),
         "nodes": [_node(node, pool.version) for node in members.nodes.values()],
-        "steps": [{"step": step, "at": at, **metrics} for step, at, metrics in coordinator.steps[-RECENT_STEPS:]],
-        "first_rewards": [metrics.get("reward/mean", 0.0) for _, _, metrics in coordinator.steps[:5]],
-        "syncs": coordinator.updates.finished[-RECENT_STEPS:],
-        "num_syncs": len(coordinator.updates.finished),
+        "steps": [{"step": step, "at": at, **metrics} for step, at, metrics in coordinator.steps.recent],
+        "first_rewards": coordinator.steps.first_rewards,
+        "syncs": list(coordinator.updates.finished),
+        "num_syncs": coordinator.updates.num_finished,
         "export_dir": coordinator.export_dir,
         "tasks_out": {
             coordinator.tasks[index].task_id: reason for index, reason in [*pool.tasks_out.items()][-RECENT_TASKS_OUT:]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable
 
 import structlog
@@ -33,7 +34,8 @@ class WeightUpdates:
         self._sync_ids = itertools.count(boot * 1_000_000 + 1)
         self._round: SyncRound | None = None
         self._standing = StandingGroup()
-        self.finished: list[dict[str, float]] = []
+        self.finished: deque[dict[str, float]] = deque(maxlen=200)  # the last ones
+        self.num_finished = 0
 
     @property
     def round(self) -> SyncRound | None:
@@ -160,6 +162,7 @@ class WeightUpdates:
             self._finish(round_, learner)
 
     def _finish(self, round_: SyncRound, learner: Node) -> None:
+        self.num_finished += 1
         self.finished.append(round_.record(time.monotonic()))
         acked = sorted(set(round_.done) - set(round_.failed))
         result = m.SyncResult(sync_id=round_.sync_id, acked=acked, failed=round_.failed)

@@ -101,7 +101,7 @@ def waits_text(coordinator: Coordinator) -> str:
 
 def step_overdue(coordinator: Coordinator, now: float) -> WaitTimeout | None:
     """The error of a batch that the learner has had for too long."""
-    batch, limit_s = coordinator.handed_out, coordinator.config.step_timeout_s
+    batch, limit_s = coordinator.steps.handed_out, coordinator.config.step_timeout_s
     if batch is None or now - batch.since <= limit_s:
         return None
     return WaitTimeout(
@@ -125,7 +125,7 @@ def _leases(coordinator: Coordinator, now: float) -> Iterator[WaitRow]:
 
 
 def _step(coordinator: Coordinator, now: float) -> Iterator[WaitRow]:
-    if batch := coordinator.handed_out:
+    if batch := coordinator.steps.handed_out:
         what, limit_s = f"the commit of step {batch.step}", coordinator.config.step_timeout_s
         yield WaitRow(ME, what, batch.node_id, now - batch.since, limit_s, "coordinator.step_timeout_s", onward=True)
 

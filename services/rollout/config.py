@@ -16,6 +16,9 @@ class FakeEngineConfig(StrictModel):
     tokens_per_s: float = Field(default=2000.0, gt=0)  # for each sequence
     num_tokens: int = Field(default=16, gt=0)
     fail_every: int = Field(default=0, ge=0)  # every n-th group fails; 0: none
+    engine_dies_at: int = Field(
+        default=0, ge=0
+    )  # the engine is gone from the n-th group on, and the node with it; 0: never
     fail_update_at: int = Field(default=0, ge=0)  # the update to this version fails; 0: none
     # What happens to prompts that hold one of these texts; "": none does.
     never_ends_on: str = ""  # the generation goes on for ever, and yields nothing

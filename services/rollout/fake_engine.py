@@ -20,7 +20,7 @@ from protocol import weights
 from protocol.messages import Sampling, SyncMember, SyncPlan
 from protocol.versions import Segment, VersionTag
 from services.rollout.config import FakeEngineConfig
-from services.rollout.engine import Completion, PromptTooLong
+from services.rollout.engine import Completion, EngineDied, PromptTooLong
 
 SLOWER = 20  # times, of prompts that are slow
 
@@ -60,6 +60,8 @@ class FakeEngine:
         self._num_groups += 1
         if self.config.fail_every and self._num_groups % self.config.fail_every == 0:
             raise ForebayError("the fake engine was told to fail")
+        if 0 < self.config.engine_dies_at <= self._num_groups:
+            raise EngineDied("the fake engine was told to die")
         if _is_in(self.config.dies_on, prompt):
             os.kill(os.getpid(), signal.SIGKILL)
         token_s = (SLOWER if _is_in(self.config.slow_on, prompt) else 1) / self.config.tokens_per_s

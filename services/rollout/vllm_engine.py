@@ -24,13 +24,14 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from protocol.config import RunConfig
 from protocol.messages import Sampling, SyncMember, SyncPlan
 from protocol.versions import Segment, VersionTag
 from services.rollout.config import RolloutConfig
-from services.rollout.engine import Completion, PromptTooLong
+from services.rollout.engine import Completion, EngineDied, PromptTooLong
 from services.rollout.vllm_plugin import BACKEND, PARENT_ENV
 from services.rollout.vllm_sockets import SocketFolder
 
@@ -152,8 +153,11 @@ class VllmEngine:
 
     async def _one(self, prompt_ids: list[int], sample_index: int, params: SamplingParams) -> Completion:
         final: RequestOutput | None = None
-        async for output in self.llm.generate({"prompt_token_ids": prompt_ids}, params, uuid.uuid4().hex):
-            final = output
+        try:
+            async for output in self.llm.generate({"prompt_token_ids": prompt_ids}, params, uuid.uuid4().hex):
+                final = output
+        except EngineDeadError:
+            raise EngineDied("vLLM's engine process died. Its last words are above; start this node again.") from None
         assert final is not None
         return _completion(sample_index, prompt_ids, final.outputs[0])
 

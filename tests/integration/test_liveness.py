@@ -37,13 +37,15 @@ def test_a_healthy_run_shows_its_waits_each_with_a_limit_and_never_a_circle(tmp_
         on = {(wait["who"], wait["on"]) for wait in seen}
         assert {("coordinator", "a"), ("coordinator", "b"), ("coordinator", "learner"), ("judge", "coordinator")} <= on
         assert any(wait["who"] == "learner" and wait["what"].startswith("the batch of step") for wait in seen)
-        table = run.forebay("waits", "--address", run.address)
         as_json = run.forebay("waits", "--address", run.address, "--json")
-        run.assert_all_exit(table, as_json)
-        assert "coordinator.generate_timeout_s" in table.log.read_text().replace("\n", "")
-        assert {"waits", "cycles"} == set(
-            json.loads(as_json.log.read_text().partition("{")[1] + as_json.log.read_text().partition("{")[2])
-        )
+        run.assert_all_exit(as_json)
+        text = as_json.log.read_text()
+        assert set(json.loads(text)) == {"waits", "cycles"}
+        table = run.forebay("waits", "--address", run.address)  # goes on in the same log
+        run.assert_all_exit(table)
+        printed = table.log.read_text()[len(text) :]
+        assert "Run loop: running" in printed
+        assert "run.idle_timeout_s" in printed
         run.assert_all_exit(run.forebay("stop", "--address", run.address), *roles.values())
 
 
@@ -169,8 +171,8 @@ def test_a_step_whose_commit_still_reaches_the_coordinator_is_kept_without_a_pub
         run.wait_until(lambda s: s["groups"]["batched"] and s["version"] == 1)
         run.assert_all_exit(run.forebay("stop", "--address", run.address), *roles.values())
         summary = run.assert_stopped()
-        assert summary["version"] == 2
-        assert summary["num_syncs"] == 1, "no engine is left that would want it"
+        assert summary["version"] >= 2
+        assert summary["num_syncs"] == summary["version"] - 1, "no engine is left that would want the last one"
 
 
 def test_a_process_that_stood_still_says_so_and_goes_on(tmp_path):

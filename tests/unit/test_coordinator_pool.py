@@ -198,3 +198,18 @@ async def test_a_journal_of_another_run_or_a_damaged_one_is_refused_and_left_alo
     with pytest.raises(ConfigError, match="damaged"):
         Journal(path, run_id="r")
     assert path.read_bytes().startswith(b"not a database")
+
+
+async def test_a_task_that_is_out_stays_out_when_an_older_group_of_it_succeeds_after_all(tmp_path):
+    journal = Journal(tmp_path / "journal.sqlite", run_id="r")
+    config = make_config(task_attempts=1)
+    pool = Pool(config, TaskCursor(2, seed=0, shuffle=False, max_epochs=0), journal.state)
+    pool.admit()  # groups 0 and 2 are of task 0
+    pool.generation_failed(2, "boom", permanent=True)
+    finish(pool, 0)
+    assert list(pool.tasks_out) == [0]
+    await journal.submit(pool.drain_records())
+    journal.close()
+    again = Journal(tmp_path / "journal.sqlite", run_id="r")
+    assert list(again.state.tasks_out) == [0]
+    again.close()

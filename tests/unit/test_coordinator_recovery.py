@@ -243,3 +243,4 @@ def test_a_learner_whose_batches_are_gone_is_told_to_bring_its_checkpoints(tmp_p
     pool._kept_steps.append((5, 10))  # what came before has been forgotten
     [(_, refused)] = of(m.Refused, desk.join("learner", "learner"))
     assert "newest checkpoint is of step 0, and the journal has batches from step 5 on" in refused.reason
+    assert of(m.Welcome, rejoin(desk, "learner", "learner", [])), "one that is at work resumes from nothing"

@@ -2,9 +2,10 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
-from services import waits
+from services import view, waits
 from services.view import learner_time
 
 
@@ -35,3 +36,24 @@ def test_waits_are_a_table_with_what_is_left_and_circles_below():
     assert "cycle: coordinator -> a -> learner -> coordinator" in text
     console.print(waits.render(status | {"waits": [], "cycles": []}))
     assert "Nobody waits." in console.export_text()
+
+
+def status_with(**changes):
+    names = "trained buffered in_flight filtered failed duplicate lost groups_trained groups_filtered groups_failed"
+    ledger = dict.fromkeys(names.split(), 0)
+    ledger |= {"generated": 30, "trained": 10, "buffered": 20, "groups_admitted": 3, "groups_trained": 1}
+    return {"ledger": ledger | changes, "groups": {"open": 1, "ready": 1, "batched": 0}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "rest"),
+    [({}, (0, 0)), ({"lost": 5}, (-5, 0)), ({"generated": 31}, (1, 0)), ({"groups_failed": 1}, (0, -1))],
+)
+def test_a_ledger_that_does_not_close_is_shown_as_such(changes, rest):
+    status = status_with(**changes)
+    assert view.unaccounted(status) == rest
+    console = Console(width=100, file=io.StringIO())
+    console.print(view._ledger(status), view._ledger_line(status))
+    text = console.file.getvalue()
+    assert ("DOES NOT CLOSE" in text) == (rest != (0, 0))
+    assert ("closes: every generated token and every group" in text) == (rest == (0, 0))

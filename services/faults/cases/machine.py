@@ -183,7 +183,7 @@ CASES = [
     Case("disk-full-for-good", "machine", "the disk of the journal stays full: an error; then there is room, and the run goes on", _disk_stays_full, changes={**LONG, **_DISK_KEYS, "run.join_timeout_s": 8.0}),
     Case("checkpoint-disk-full", "machine", "the disk of the checkpoints is full", _checkpoint_disk_full, (30,), {**LONG, "coordinator.max_steps": 8}),
     Case("clock-jumps", "machine", "the wall clock of every role jumps a day ahead, a day behind, and back (Python's clock only)", _clock_jumps, changes=LONG, noticed=False),
-    Case("two-coordinators-one-journal", "machine", "a second coordinator is started on the same journal", _two_on_one_journal, (57,)),
-    Case("two-runs-one-port", "machine", "another run's coordinator and node come to this run's port", _two_on_one_port, (57,)),
+    Case("two-coordinators-one-journal", "machine", "a second coordinator is started on the same journal", _two_on_one_journal, (57,), LONG),
+    Case("two-runs-one-port", "machine", "another run's coordinator and node come to this run's port", _two_on_one_port, (57,), LONG),
     Case("kill-forebay-up", "machine", "kill -9 of forebay up; the run is resumed", _killed_parent, (54,), {"coordinator.max_steps": 8, "learner.fake_step_s": 0.3}),
 ]  # fmt: skip

@@ -14,7 +14,7 @@ import msgpack
 from services.faults.case import Body, Case, Scene
 from services.faults.harness import SAME, task_line, task_lines
 from services.faults.interleave import lost_wakeups
-from services.faults.processes import assert_gone, descendants
+from services.faults.processes import assert_gone, descendants, seconds
 from services.faults.proxy import Seen
 
 BAD = "the bad one"  # in the prompt that has the fault
@@ -118,6 +118,19 @@ def _poison(scene: Scene) -> None:
     scene.finish(*roles.values())
     limits = scene.run.config["coordinator"]
     assert 1 <= deaths <= limits["death_attempts"] * limits["task_attempts"]
+
+
+def _engine_dies(scene: Scene) -> None:
+    """The node lives on without its engine: it must end, and take no healthy task with it."""
+    roles = scene.run.start_all_but("a")
+    first = scene.run.start("rollout", "a", overrides=("rollout.fake.engine_dies_at=3",))
+    assert first.exit_code(40) == 1
+    scene.inject(seconds(first.events("engine_died")[0]))
+    scene.detect()
+    assert "told to die" in first.error()
+    roles["a"] = scene.run.again_with(first, "rollout.fake.engine_dies_at=0")
+    scene.finish(*roles.values())
+    assert scene.run.summary()["ledger"]["groups_failed"] == 0
 
 
 def _stuck_node(scene: Scene) -> None:
@@ -309,6 +322,7 @@ CASES = [
     Case("generation-never-ends", "generate", "one prompt's generation never ends, not after a restart of the coordinator either", _never_ends, (19,), {"rollout.fake.never_ends_on": BAD, "coordinator.generate_timeout_s": 1.0, "coordinator.generate_attempts": 2, "coordinator.task_attempts": 2, "coordinator.shuffle": False, "learner.fake_step_s": 0.5, "coordinator.max_steps": 10}, _tasks_with_bad_one(3)),
     Case("prompt-too-long", "generate", "a prompt is longer than the context", _too_long, (21,), {"coordinator.shuffle": False}, task_line("bad", "x" * 100) + task_lines(3)),
     Case("poison-prompt", "generate", "a prompt kills every rollout node that takes it", _poison, (), {"coordinator.death_attempts": 3, "coordinator.task_attempts": 2, "rollout.fake.dies_on": BAD, "coordinator.shuffle": False}, _tasks_with_bad_one()),
+    Case("engine-dies", "generate", "the engine below a rollout node dies, and every generation fails from then on", _engine_dies, (23,)),
     Case("stuck-rollout", "generate", "no generation of one of two nodes ever ends", _stuck_node, (19,), {"coordinator.generate_timeout_s": 1.0, "coordinator.max_steps": 3}),
     Case("straggler", "generate", "one prompt takes 20 times as long as the others", _straggler, (25, 33), {"rollout.fake.slow_on": BAD, "coordinator.shuffle": False, "rollout.fake.tokens_per_s": 100.0}, _tasks_with_bad_one(30), noticed=False),
     Case("reward-sleeps-for-ever", "judge", "the programs of one task sleep for ever when they are judged", _sleeping_reward, (51,), {"coordinator.shuffle": False, "rollout.fake.completion": SLEEPY}, SLEEPS + task_lines(20)),

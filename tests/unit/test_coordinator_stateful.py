@@ -1,0 +1,549 @@
+"""The coordinator under random events and crashes: the ledger closes, staleness never passes the cap, no group is trained twice,
+what was acknowledged is kept, a step's batch never changes, and the run can always go on.
+
+``FOREBAY_SEARCH=5000 pytest tests/unit/test_coordinator_stateful.py`` looks at so many random runs, other ones each time; without
+it the runs are the same everywhere.
+"""
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from coordinator_world import BROKEN, REWARDS, Learner, Reward, Rollout, World
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from protocol import messages as m
+from protocol.codec import Received
+from protocol.versions import VersionTag
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.groups import GroupStatus
+
+SEARCH = int(os.environ.get("FOREBAY_SEARCH", "0"))
+pytestmark = pytest.mark.timeout(0 if SEARCH else 300)
+MEMORY = Path("/dev/shm")
+BEAT_S, NODE_TIMEOUT_S = 1.0, 3.0
+FAIR_ROUNDS = 80  # heartbeats within which healthy nodes must bring the run on
+TERMS = ("trained", "buffered", "filtered", "failed", "duplicate", "lost", "in_flight")
+NODES = st.integers(0, 2)
+PICK = st.integers(0, 7)
+CHOICES = st.lists(st.integers(0, 15), max_size=16)
+
+
+def digest(pool):
+    """All that a restart must bring back. (Steps whose samples are kept can be more after it, but never fewer.)"""
+    groups = {
+        group.group_id: (
+            (group.draw, group.task_index, group.admitted_version, group.status, group.step),
+            (group.overtaken, group.generate_attempts, group.deaths),
+            {
+                index: (
+                    (s.text, s.finish_reason, s.segments, {name: array.tolist() for name, array in s.arrays.items()}),
+                    (s.result, s.score_attempts, s.deaths, s.lost),
+                )
+                for index, s in sorted(group.samples.items())
+            },
+        )
+        for group in pool.groups.values()
+    }
+    return {
+        "version": pool.version,
+        "next group": pool.next_group_id,
+        "tasks that failed": dict(pool.task_failures),
+        "tasks that are out": dict(pool.tasks_out),
+        "ledger": pool.ledger.model_dump(),
+        "staleness": dict(pool.staleness_counts),
+        "groups": groups,
+    }
+
+
+class Model(World):
+    """What nodes were told, kept apart from the coordinator: no crash may make any of it untrue."""
+
+    def __init__(self, folder, config, num_tasks):
+        self.acked = {}  # (group, sample) -> serial of the completion
+        self.scored = set()  # (group, sample)
+        self.batches = {}  # step -> what it was made of
+        self.step_of = {}  # group -> step
+        self.committed = 0  # by what the learner was told
+        self.durable = None  # digest of the pool, once something was written
+        self.first_kept_step = 1
+        self.out = {}  # tasks that are out
+        self.seen_groups = 0  # group ids below it are admitted
+        self.slack = (
+            0  # tokens that may be counted twice: their node was taken for dead, or told them to two coordinators
+        )
+        super().__init__(folder, config, num_tasks)
+
+    @property
+    def pool(self):
+        return self.coordinator.pool
+
+    def crash(self, *, durable, num_sent):
+        self.slack += sum(
+            tokens_of(message, arrays) for node in self.live(Rollout) for message, arrays in node.pending.values()
+        )
+        super().crash(durable=durable, num_sent=num_sent)
+        if self.durable is not None:
+            found = digest(self.pool)
+            changed = {key: (value, found[key]) for key, value in self.durable.items() if found[key] != value}
+            assert not changed, f"a restart brought back something else than was written: {changed}"
+            assert self.pool.first_kept_step <= self.first_kept_step
+        self.seen_groups = self.pool.next_group_id
+
+    def on_durable(self):
+        self.durable, self.first_kept_step = digest(self.pool), self.pool.first_kept_step
+
+    def on_sample_acked(self, request, serial):
+        key = (request.group_id, request.sample_index)
+        assert self.acked.setdefault(key, serial) == serial, f"{key} was accepted twice"
+
+    def on_score_acked(self, request):
+        self.scored.add((request.group_id, request.sample_index))
+
+    def on_batch(self, batch, arrays):
+        starts, start = [], 0
+        for sample in batch.samples:
+            starts.append(start)
+            start += sample.num_completion_tokens
+        content = [
+            (s.group_id, s.sample_index, s.reward, tuple(s.segments), int(arrays["completion_ids"][at]))
+            for s, at in zip(batch.samples, starts, strict=True)
+        ]
+        assert start == arrays["completion_ids"].size == arrays["logprobs"].size
+        assert self.batches.setdefault(batch.step, content) == content, f"the batch of step {batch.step} has changed"
+        assert batch.replay == (batch.step <= self.pool.version)
+        for group_id, index, _, segments, serial in content:
+            assert self.step_of.setdefault(group_id, batch.step) == batch.step, f"group {group_id} is in two steps"
+            assert self.acked.get((group_id, index), serial) == serial, "another completion than was acknowledged"
+            age = batch.step - 1 - min(segment.version for segment in segments)
+            assert 0 <= age <= self.config.max_staleness
+        num_groups = len({sample.group_id for sample in batch.samples})
+        assert num_groups == self.config.groups_per_step or self.pool.out_of_tasks
+
+    def on_commit_acked(self, step):
+        assert step <= self.committed + 1, "a gap between the steps"
+        self.committed = max(self.committed, step)
+
+    def on_end_of_data(self, step):
+        assert step == self.pool.version
+        assert self.pool.out_of_tasks or step == self.config.max_steps
+        assert not self.pool.groups
+
+    # ---- what must be so at any time ----
+
+    def check(self):
+        pool, config = self.pool, self.config
+        pool.ledger.check(buffered=pool.buffered_tokens, live_groups=len(pool.groups))
+        failure = self.coordinator._failure
+        assert failure is None or pool.hopeless, failure
+        self._check_status()
+        assert pool.version >= self.committed, "an acknowledged commit was undone"
+        steps = [step for step, _, _ in self.coordinator.steps.recent]
+        assert steps == list(range(1, pool.version + 1))
+        places = (config.max_staleness + 1 + pool.version) * config.groups_per_step - config.bypass_window
+        assert pool.places_taken <= min(places, config.max_steps * config.groups_per_step)
+        assert len(pool.groups) <= (config.max_staleness + 1) * config.groups_per_step - config.bypass_window
+        for group in pool.groups.values():
+            assert group.overtaken <= config.bypass_window
+            assert group.group_id < self.seen_groups or group.task_index not in self.out, "a task that is out was drawn"
+        self.out, self.seen_groups = dict(pool.tasks_out), pool.next_group_id
+        self._check_kept()
+        self._check_tokens()
+
+    def _check_status(self):
+        reply = m.StatusReply
+        self.coordinator._handle(b"tool", Received(m.StatusRequest(), "r", 1, 0, {}))
+        _, reply, _, _ = self.coordinator._outbox.pop()
+        status = json.loads(reply.status_json)
+        ledger = status["ledger"]
+        assert ledger["generated"] == sum(ledger[term] for term in TERMS), ledger
+        ended = sum(ledger[f"groups_{what}"] for what in ("trained", "filtered", "failed"))
+        assert ledger["groups_admitted"] == ended + sum(status["groups"].values()), ledger
+
+    def _check_kept(self):
+        groups = self.pool.groups
+        for (group_id, index), serial in self.acked.items():
+            if group_id in groups:
+                sample = groups[group_id].samples.get(index)
+                assert sample is not None, f"sample {index} of group {group_id} was acknowledged and is gone"
+                assert sample.arrays["completion_ids"][0] == serial
+                assert (group_id, index) not in self.scored or sample.result is not None or sample.lost
+            else:
+                assert group_id < self.pool.next_group_id
+        for step, content in self.batches.items():
+            for group_id in {entry[0] for entry in content}:
+                group = groups.get(group_id)
+                assert group is None or (group.step == step and group.status is GroupStatus.BATCHED)
+                assert (group is None) == (step <= self.pool.version)
+
+    def _check_tokens(self):
+        """The coordinator never counts more tokens than were generated."""
+        generated = sum(node.generated for node in self.nodes if isinstance(node, Rollout))
+        received = self.pool.ledger.received
+        assert received <= generated + self.slack, f"{received} tokens received, {generated} generated"
+
+    # ---- everybody does what it should ----
+
+    def fair_round(self):
+        """One heartbeat interval in which every live node is well."""
+        self.clock.now += BEAT_S
+        self.hold = 0
+        for node in self.live(object):
+            node.beat()
+        self.pump()
+        self.coordinator._expire(self.clock.now)
+        self.pump()
+        for node in self.live(Rollout):
+            node.capacity = 2
+            for lease_id in list(node.leases):
+                self.finish_lease(node, lease_id, "x")
+        self.pump()
+        for node in self.live(Reward):
+            node.capacity = 2
+            for lease_id in list(node.leases):
+                node.judge(lease_id, REWARDS[node.leases[lease_id].sample_index % 2])
+        self.pump()
+        for node in self.live(Learner):
+            node.ask()
+            self.pump()
+            node.train(self.live(Rollout))
+            for engine in self.live(Rollout):
+                engine.beat()
+            self.pump()
+            node.commit()
+            self.pump()
+
+    def finish_lease(self, node, lease_id, text):
+        draft = node.leases[lease_id]
+        if draft.told_to_stop:
+            node.give_up(lease_id, failed=False)
+        for index in list(draft.todo):
+            node.finish(lease_id, text=f"{text}{index}")
+
+
+def tokens_of(message, arrays):
+    """That a message tells of."""
+    return arrays["completion_ids"].size if "completion_ids" in arrays else getattr(message, "num_tokens", 0)
+
+
+def pick(items, number):
+    return items[number % len(items)] if items else None
+
+
+class CoordinatorMachine(RuleBasedStateMachine):
+    """Each rule is an event. Numbers that rules draw choose among what is there."""
+
+    @initialize(
+        sizes=st.tuples(st.integers(2, 3), st.integers(1, 3), st.integers(0, 3)),
+        window=st.floats(0, 1),
+        lengths=st.tuples(st.integers(1, 6), st.sampled_from([2, 6, 40]), st.integers(0, 1)),
+        tries=st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 2)),
+        filters=st.tuples(st.booleans(), st.integers(0, 3)),
+        max_failed_in_a_row=st.sampled_from([2, 64, 64]),
+        min_is_less=st.booleans(),
+    )
+    def begin(self, sizes, window, lengths, tries, filters, max_failed_in_a_row, min_is_less):
+        group_size, groups_per_step, max_staleness = sizes
+        num_tasks, max_steps, max_epochs = lengths
+        config = CoordinatorConfig(
+            tasks="t",
+            group_size=group_size,
+            min_group_size=2 if min_is_less else group_size,
+            groups_per_step=groups_per_step,
+            max_staleness=max_staleness,
+            bypass_window=math.floor(window * max_staleness * groups_per_step),
+            max_steps=max_steps,
+            max_epochs=max_epochs,
+            generate_attempts=tries[0],
+            score_attempts=tries[1],
+            task_attempts=tries[2],
+            dynamic_sampling=filters[0],
+            max_filtered_per_step=filters[1],
+            max_failed_in_a_row=max_failed_in_a_row,
+            heartbeat_interval_s=BEAT_S,
+            node_timeout_s=NODE_TIMEOUT_S,
+            generate_timeout_s=6,
+            score_timeout_s=4,
+            step_timeout_s=1e9,
+            no_progress_timeout_s=1e9,
+        )
+        self.folder = Path(
+            tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None)
+        )  # a disk's syncs would take minutes
+        self.world = Model(self.folder, config, num_tasks)
+        self.exact = True  # nothing has happened that lets tokens go unheard or be counted twice
+        self.world.add(Rollout(self.world, "gen0", 0, VersionTag(version=0)))
+        self.world.add(Reward(self.world, "judge0", 0))
+        self.world.add(Learner(self.world, 0, 0))
+
+    def rollout(self, number):
+        return pick(self.world.live(Rollout), number)
+
+    def reward(self, number):
+        return pick(self.world.live(Reward), number)
+
+    @property
+    def learner(self):
+        return pick(self.world.live(Learner), 0)
+
+    # ---- nodes come and go ----
+
+    @rule(number=NODES, fresh=st.booleans(), is_reward=st.booleans())
+    def a_node_starts(self, number, fresh, is_reward):
+        life = next(self.world.lives)
+        if is_reward:
+            return self.world.add(Reward(self.world, f"judge{number}", life))
+        holds = VersionTag(version=self.world.pool.version if fresh else 0)
+        self.world.add(Rollout(self.world, f"gen{number}", life, holds))
+
+    @rule(number=PICK)
+    def learner_restarts(self, number):
+        """From the newest checkpoint, or from an older one when the newer ones are lost."""
+        step = pick(sorted(self.world.checkpoints, reverse=True), number)
+        self.world.checkpoints = {older for older in self.world.checkpoints if older <= step}
+        self.world.add(Learner(self.world, next(self.world.lives), step))
+
+    @rule(number=PICK, silently=st.booleans())
+    def a_node_goes_away(self, number, silently):
+        nodes = self.world.live(Rollout) + self.world.live(Reward)
+        node = pick(nodes + self.world.live(Learner) if silently else nodes, number)
+        if node is not None:
+            if not silently:
+                node.capacity = 0
+                for lease_id in list(node.leases):
+                    node.give_up(lease_id, failed=False)
+                self.world.say(node, 10**6, m.Goodbye(reason="drained"), {})
+                self.world.pump()
+            node.alive = False
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, 3.5, 7.0]), silent=st.none() | PICK, capacity=st.integers(0, 4))
+    def time_passes(self, seconds, silent, capacity):
+        """Everybody beats in time, but for one, which may have been too busy; the others' capacity changes."""
+        world = self.world
+        world.clock.now += seconds
+        silent_node = None if silent is None else pick(world.live(object), silent)
+        for node in world.live(object):
+            node.capacity = capacity
+            if node is not silent_node:
+                node.beat()
+        world.pump()
+        if silent_node is not None:
+            self.exact = False
+            known = world.coordinator.members.by_identity(silent_node.identity)
+            world.slack += known.tokens_in_flight if known else 0  # written off, and they may still come
+        world.coordinator._expire(world.clock.now)
+        world.pump()
+
+    # ---- one lease ----
+
+    @rule(number=NODES, lease=PICK, choice=st.integers(0, 15))
+    def a_generation_moves(self, number, lease, choice):
+        node = self.rollout(number)
+        if node and (lease_id := pick(list(node.leases), lease)):
+            self._answer(node, lease_id, choice)
+            self.world.pump()
+
+    @rule(number=NODES, lease=PICK, choice=st.integers(0, 15))
+    def a_judgement_moves(self, number, lease, choice):
+        node = self.reward(number)
+        if node and (lease_id := pick(list(node.leases), lease)):
+            self._judge(node, lease_id, choice)
+            self.world.pump()
+
+    @rule(number=PICK, back=PICK, as_new=st.booleans())
+    def a_request_comes_again(self, number, back, as_new):
+        node = pick(self.world.live(Rollout) + self.world.live(Reward), number)
+        seq = pick(node.said[::-1], back) if node is not None else None
+        if seq is not None:
+            message, arrays = node.say_again(seq, as_new=as_new)
+            if isinstance(node, Rollout):
+                self.exact = False
+                self.world.slack += tokens_of(message, arrays)
+            self.world.pump()
+
+    # ---- training ----
+
+    @rule(what=st.integers(0, 3), missed=st.integers(0, 7), told=st.booleans(), keep=st.integers(0, 3))
+    def the_learner_moves(self, what, missed, told, keep):
+        if what == 0:
+            self._ask()
+        elif what == 1:
+            self._train(missed, told=told)
+        elif what == 2:
+            self._commit(keep)
+        elif self.learner and self.learner.ended and not self.learner.pending:
+            self.learner.request(m.LearnerDone(export_dir="e"))
+            self.world.pump()
+
+    @rule(step=st.integers(0, 3))
+    def an_old_commit_comes_again(self, step):
+        version = self.world.pool.version
+        if self.learner and step < version:
+            self.learner.request(m.StepCommitted(step=version - step, metrics={}))
+            self.world.pump()
+
+    def _ask(self):
+        if self.learner:
+            self.learner.ask()
+            self.world.pump()
+
+    def _train(self, missed, *, told):
+        """``missed`` is a bit mask of the engines that the publication doesn't reach."""
+        if self.learner:
+            engines = [node for i, node in enumerate(self.world.live(Rollout)) if not missed >> i & 1]
+            for node in engines:  # in the middle of a completion
+                for draft in node.leases.values():
+                    if draft.todo:
+                        node.write(draft, 1)
+            self.learner.train(engines)
+            if told:
+                for node in engines:
+                    node.beat()
+            self.world.pump()
+
+    def _commit(self, keep):
+        """After it, a checkpoint, of which the newest ``keep`` are kept; 0: none is made."""
+        if self.learner:
+            self.learner.commit()
+            self.world.pump()
+        if (learner := self.learner) and keep and learner.batch is None:
+            self.world.checkpoints = set(sorted(self.world.checkpoints | {learner.step})[-keep:])
+
+    # ---- much at once ----
+
+    def _round(self, choices):
+        """Who is missing is started, each lease is answered, and the learner goes on; a choice of 0 is good behaviour."""
+        following = iter(choices)
+        if not self.learner:
+            self.learner_restarts(0)
+        if not self.rollout(0):
+            self.a_node_starts(0, fresh=True, is_reward=False)
+        if not self.reward(0):
+            self.a_node_starts(0, fresh=True, is_reward=True)
+        for node in self.world.live(object):
+            node.beat()
+        self.world.pump()
+        for node in self.world.live(Rollout):
+            for lease_id in list(node.leases):
+                self._answer(node, lease_id, next(following, 0))
+        self.world.pump()
+        for node in self.world.live(Reward):
+            for lease_id in list(node.leases):
+                self._judge(node, lease_id, next(following, 0))
+        self.world.pump()
+        choice = next(following, 0)
+        self._ask()
+        self._train(missed=choice & 7, told=choice < 8)
+        if choice < 12:
+            self._commit(keep=choice % 3)
+
+    @rule(choices=CHOICES)
+    def a_round(self, choices):
+        self._round(choices)
+
+    @rule(choices=CHOICES)
+    def another_round(self, choices):
+        """Rules are drawn with equal chances, and most of the time the run should go on."""
+        self._round(choices)
+
+    @rule(first=CHOICES, second=CHOICES)
+    def two_rounds(self, first, second):
+        self._round(first)
+        self._round(second)
+
+    def _answer(self, node, lease_id, choice):
+        draft = node.leases[lease_id]
+        if not draft.todo or choice == 15:
+            return
+        elif choice == 14:
+            node.finish(lease_id, text="m", malformed=True)
+        elif choice >= 12:
+            node.give_up(lease_id, failed=choice == 12)
+        elif choice == 11:
+            node.write(draft, 2)
+        else:
+            for index in draft.todo[:1] if choice == 10 else list(draft.todo):
+                node.finish(lease_id, text="same" if choice == 9 else f"t{index}")
+
+    def _judge(self, node, lease_id, choice):
+        if choice >= 14:
+            node.give_up(lease_id, failed=choice == 14)
+        elif choice == 12:
+            node.judge(lease_id, BROKEN)
+        elif choice != 13:
+            index = node.leases[lease_id].sample_index
+            node.judge(lease_id, REWARDS[(choice > 5) if choice > 3 else index % 2])
+
+    # ---- the coordinator ----
+
+    @rule(num_messages=st.integers(1, 6))
+    def messages_pile_up(self, num_messages):
+        """They are handled, and not flushed before there are as many."""
+        self.world.hold = num_messages
+
+    @rule(durable=st.booleans(), num_sent=st.integers(0, 12))
+    def the_coordinator_crashes(self, durable, num_sent):
+        self.exact = False
+        self.world.crash(durable=durable, num_sent=num_sent)
+
+    # ---- what must be so ----
+
+    @invariant()
+    def everything_adds_up(self):
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self):
+        if not hasattr(self, "world"):
+            return
+        try:
+            self._goes_on()
+        finally:
+            self.world.close()
+            shutil.rmtree(self.folder)
+
+    def _goes_on(self):
+        """With healthy nodes, the next step comes; or the run is over, or says why it can't go on."""
+        world = self.world
+        world.hold = 0
+        world.pump()
+        world.check()
+        if not self.learner:
+            world.add(Learner(world, next(world.lives), max(world.checkpoints)))
+        world.add(Rollout(world, "healthy", next(world.lives), VersionTag(version=0)))
+        world.add(Reward(world, "honest", next(world.lives)))
+        before = world.pool.version
+        for _ in range(FAIR_ROUNDS):
+            world.fair_round()
+            world.check()
+            if (
+                world.pool.version > before
+                or world.coordinator.state != "running"
+                or (self.learner and self.learner.ended)
+            ):
+                break
+        else:
+            raise AssertionError(f"nothing moves: {digest(world.pool)}")
+        if self.exact:
+            engines = [node for node in world.nodes if isinstance(node, Rollout)]
+            heard_of = sum(node.generated if node.alive else max(node.beaten, node.sent) for node in engines)
+            in_flight = sum(node.tokens_in_flight for node in world.coordinator.members.nodes.values())
+            assert world.pool.ledger.received + in_flight == heard_of
+
+
+CoordinatorMachine.TestCase.settings = settings(
+    max_examples=SEARCH or 60,
+    stateful_step_count=50,
+    deadline=None,
+    print_blob=True,
+    derandomize=not SEARCH,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+test_the_run_goes_on_and_adds_up_whatever_happens = CoordinatorMachine.TestCase
