@@ -207,7 +207,7 @@ def _role(args: argparse.Namespace) -> int:
     if args.command == "learner":
         from services.learner.service import main as learner_main
 
-        return learner_main(config.run, config.learner, node_id=args.node_id)
+        learner_main(config.run, config.learner, node_id=args.node_id)
     from common.lifecycle import run_main
 
     if args.command == "coordinator":
@@ -218,7 +218,7 @@ def _role(args: argparse.Namespace) -> int:
     if args.command == "rollout":
         from services.rollout.service import main as rollout_main
 
-        return run_main(lambda: rollout_main(config.run, config.rollout, node_id=args.node_id))
+        return run_main(lambda: rollout_main(config.run, config.rollout, node_id=args.node_id), native_threads=True)
     from services.reward.service import main as reward_main
 
     return run_main(lambda: reward_main(config.run, config.reward, node_id=args.node_id))
