@@ -22,8 +22,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import msgpack
 import zmq
+
+from protocol.codec import peek
 
 Direction = Literal["up", "down"]  # to the coordinator, and from it
 HELD_BACK_S = 1.0  # a message that is reordered waits so long for later ones
@@ -239,7 +240,7 @@ class Proxy:
             assert rule.call is not None
             rule.call(seen)
         elif action == "corrupt":
-            frames = [bytes([frames[0][0] ^ 0xFF]) + frames[0][1:], *frames[1:]]
+            frames = self._flip_a_bit(frames)
         elif action == "shorten":
             frames = [*frames[:-1], frames[-1][:-1]]
         self._forward(identity, direction, frames)
@@ -247,10 +248,18 @@ class Proxy:
             self._forward(identity, direction, frames)
         self._let_go(identity, direction)
 
+    def _flip_a_bit(self, frames: list[bytes]) -> list[bytes]:
+        """Any bit of any frame: of the header, of a token id, of the checksum."""
+        index = self._chance.randrange(len(frames))
+        damaged = bytearray(frames[index])
+        if damaged:
+            damaged[self._chance.randrange(len(damaged))] ^= 1 << self._chance.randrange(8)
+        return [*frames[:index], bytes(damaged), *frames[index + 1 :]]
+
     def _look(self, identity: bytes, direction: Direction, frames: list[bytes]) -> Seen:
         header: dict[str, Any] = {}
         with contextlib.suppress(Exception):  # what a peer sends that is no header is handed on all the same
-            header = msgpack.unpackb(frames[0], raw=False)
+            header = peek(frames[0])
         kind, seq, re = header.get("kind", "?"), header.get("seq", 0), header.get("re", 0)
         if direction == "up":
             self._kinds[identity, seq] = kind

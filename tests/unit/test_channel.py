@@ -12,7 +12,7 @@ from common.errors import ConfigError, PeerError
 from common.waits import WaitTable
 from protocol import messages as m
 from protocol.channel import CoordinatorSocket, NodeChannel, is_loopback
-from protocol.codec import decode, encode
+from protocol.codec import decode, encode, peek, seal
 
 TAG = m.VersionTag(version=0)
 
@@ -113,8 +113,8 @@ async def test_a_node_of_another_protocol_version_is_refused(address, monkeypatc
         raw.connect(address)
         hello = m.Hello(role="reward", node_id="n", host="h", pid=1)
         frames = encode(hello, run_id="r", seq=1)
-        header = msgpack.unpackb(frames[0]) | {"protocol": 99}
-        await raw.send_multipart([msgpack.packb(header)])
+        header = peek(frames[0]) | {"protocol": 99}
+        await raw.send_multipart(seal(msgpack.packb(header), []))
         refused = decode(await raw.recv_multipart()).message
         assert isinstance(refused, m.Refused)
         assert "version 99" in refused.reason

@@ -9,8 +9,7 @@ import time
 from collections import Counter
 from typing import Any
 
-import msgpack
-
+from protocol.codec import peek
 from services.faults.case import Body, Case, Scene
 from services.faults.harness import SAME, task_line, task_lines
 from services.faults.interleave import lost_wakeups
@@ -33,7 +32,7 @@ def _leases(scene: Scene, task_id: str) -> list[Seen]:
 
 
 def _body(seen: Seen) -> dict[str, Any]:
-    return dict(msgpack.unpackb(seen.frames[0], raw=False)["body"])
+    return dict(peek(seen.frames[0])["body"])
 
 
 # ---- generation ----
