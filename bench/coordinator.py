@@ -29,7 +29,7 @@ import msgpack
 import numpy as np
 import zmq
 
-from protocol.codec import decode, encode
+from protocol.codec import decode, encode, peek, seal
 from protocol.messages import (
     PROTOCOL_VERSION,
     BatchRequest,
@@ -158,7 +158,7 @@ class Load:
             peer.say(Heartbeat(capacity=self.capacity * GROUP_SIZE if peer is not self.learner else 0))
 
     def _on_message(self, peer: Peer, frames: list[bytes]) -> None:
-        header = msgpack.unpackb(frames[0])
+        header = peek(frames[0])
         kind, body = header["kind"], header["body"]
         if kind == "generate_lease":
             for index in body["sample_indices"]:
@@ -192,7 +192,7 @@ class Load:
         }
         peer.sent_at[peer.seq] = self._result_at[lease["group_id"], index] = time.perf_counter()
         self.num_sent += 1
-        peer.send([msgpack.packb(self._sample_header | {"seq": peer.seq, "body": body}), *self._arrays])
+        peer.send(seal(msgpack.packb(self._sample_header | {"seq": peer.seq, "body": body}), self._arrays))
 
     def _send_score(self, peer: Peer, lease: dict[str, Any]) -> None:
         peer.seq += 1
@@ -203,7 +203,7 @@ class Load:
             "result": self._results[lease["sample_index"] % 2],
         }
         peer.sent_at[peer.seq] = time.perf_counter()
-        peer.send([msgpack.packb(self._score_header | {"seq": peer.seq, "body": body})])
+        peer.send(seal(msgpack.packb(self._score_header | {"seq": peer.seq, "body": body}), []))
 
     def stop(self) -> None:
         """End the run."""

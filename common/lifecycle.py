@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, NoReturn
 
 from common.errors import ForebayError
 from common.recorder import RECORDER
@@ -59,33 +59,50 @@ class StopSignal:
         return 0 if self.signum is None else 128 + self.signum
 
 
-def run_main(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
+def run_main(main: Callable[[], Coroutine[Any, Any, int]], *, native_threads: bool = False) -> int:
     """Run an async main to its exit code. A ``ForebayError`` is printed as its paragraph; anything else with its trace.
 
-    Either leaves a report of the process in the run's folder, for ``forebay postmortem``.
+    Either leaves a report of the process in the run's folder, for ``forebay postmortem``. ``native_threads``: libraries of this process
+    may have threads in operations that nothing ends (see ``leave``); then this doesn't return.
     """
 
     async def reported() -> int:
         try:
-            return await main()
+            code = await main()
         except Exception as error:  # while the loop and its tasks are still there to be looked at
             RECORDER.write(error)
-            raise
+            code = say(error)
+        if native_threads:
+            leave(code)
+        return code
 
     try:
         return asyncio.run(reported())
-    except ForebayError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
     except KeyboardInterrupt:
         return 130
-    except Exception:  # the last handler of the process: print all there is and exit non-zero
-        traceback.print_exc()
-        return 1
 
 
-def end_process(error: ForebayError) -> None:
-    """Say why, leave a report, and end this process now, whatever its other threads are in. Does not return."""
+def say(error: Exception) -> int:
+    """Print the last words of a process: the paragraph of an expected error, the trace of any other. Returns the exit code."""
+    if isinstance(error, ForebayError):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    traceback.print_exception(error)
+    return 1
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now, when all of our own is closed.
+
+    Python would first wait for threads that sit in a broadcast or in a store's connect, which end at their own limit, and torch's native
+    threads can abort an interpreter that is taken down around them.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def end_process(error: ForebayError) -> NoReturn:
+    """Say why, leave a report, and end this process now, whatever its other threads are in."""
     RECORDER.write(error)
-    print(f"error: {error}", file=sys.stderr, flush=True)
-    os._exit(error.exit_code)
+    leave(say(error))

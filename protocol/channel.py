@@ -28,7 +28,7 @@ from common.errors import ConfigError, PeerError, ProtocolError
 from common.loop_watch import LoopWatch
 from common.recorder import RECORDER
 from common.waits import Overdue, Wait, WaitTable
-from protocol.codec import MAX_ARRAY_BYTES, Array, Received, decode, encode
+from protocol.codec import MAX_ARRAY_BYTES, Array, ForeignPeer, Received, decode, encode
 from protocol.messages import (
     Goodbye,
     Heartbeat,
@@ -123,14 +123,14 @@ class CoordinatorSocket:
             try:
                 received = decode(frames)
                 if received.run_id not in ("", self.run_id):
-                    raise ProtocolError(
+                    raise ForeignPeer(
                         f"This coordinator serves run {self.run_id!r}; the message is of run {received.run_id[:64]!r}. "
                         "Two runs share an address, or the config names another run."
                     )
                 messages.append((identity, received))
             except ProtocolError as error:
                 log.warning("message_refused", peer=identity.decode(errors="replace"), reason=str(error))
-                self.send(identity, Refused(reason=str(error)))
+                self.send(identity, Refused(reason=str(error), fatal=isinstance(error, ForeignPeer)))
         return messages
 
     def send(
@@ -390,8 +390,9 @@ class NodeChannel:
         try:
             while True:
                 frames = await self._socket.recv_multipart(copy=False)
-                received = decode([frame.buffer for frame in frames])
                 self._heard_at = asyncio.get_running_loop().time()
+                if (received := _decode_or_drop([frame.buffer for frame in frames])) is None:
+                    continue
                 message = received.message
                 if received.re and (pending := self._pending.get(received.re)):
                     if not pending.future.done():
@@ -403,6 +404,8 @@ class NodeChannel:
                     await self.tell(Report(pid=os.getpid()), arrays={"json_utf8": data})
                 elif isinstance(message, Refused) and message.fatal:
                     raise PeerError(f"The coordinator refused this node: {message.reason}")
+                elif isinstance(message, Refused):  # it came damaged; a request is sent again when its answer is late
+                    log.warning("frame_refused", reason=message.reason)
                 elif not received.re or isinstance(message, HeartbeatAck):
                     self.pushes.put_nowait(received)
         except (PeerError, ProtocolError) as error:
@@ -422,3 +425,18 @@ class NodeChannel:
             self._fail(error)
         finally:
             self._rejoining = False
+
+
+def _decode_or_drop(frames: list[memoryview]) -> Received | None:
+    """The message; None for a damaged one: a request's answer is asked for again, and a lost push shows as a lease that expires.
+
+    Raises:
+        ForeignPeer: of another protocol version.
+    """
+    try:
+        return decode(frames)
+    except ForeignPeer:
+        raise
+    except ProtocolError as error:
+        log.warning("frame_refused", reason=str(error))
+        return None

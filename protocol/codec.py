@@ -1,13 +1,15 @@
 """Messages <-> ZeroMQ frames: ``[header, array, array, ...]``.
 
 The header is a msgpack map (see ``_decode_header``); each array is one frame of raw little-endian bytes that it describes by
-(name, dtype, shape). Reading an array makes a NumPy view of the frame, no copy. There is no pickle, and kinds are looked up
+(name, dtype, shape). The last four bytes of the header's frame are a checksum of all that is sent: TCP's own is weak, and
+a flipped bit in a token id would be trained on. Reading an array makes a NumPy view of the frame, no copy. There is no pickle, and kinds are looked up
 in a fixed table, so bytes from the wire never choose what code runs.
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +26,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 MAX_HEADER_BYTES = 32 << 20
 MAX_ARRAY_BYTES = 1 << 30
 MAX_ARRAYS = 16
+_CHECKSUM_BYTES = 4
 DTYPES = {"int32": "<i4", "int64": "<i8", "float32": "<f4", "uint8": "|u1"}
 
 _KINDS = all_messages()
@@ -71,7 +74,28 @@ def encode(
         "body": message.model_dump(),
         "arrays": specs,
     }
-    return [msgpack.packb(header, use_bin_type=True), *buffers]
+    return seal(msgpack.packb(header, use_bin_type=True), buffers)
+
+
+def seal(header: bytes, arrays: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+    """The frames of a packed header and its arrays: the header's ends with a checksum (CRC-32, 4 bytes) of itself and of them."""
+    return [header + _checksum(header, arrays).to_bytes(_CHECKSUM_BYTES, "little"), *arrays]
+
+
+def peek(header_frame: bytes | memoryview) -> dict[str, Any]:
+    """The header's map as it stands there, checked by nobody: for who passes messages on, and for tests. Raises what msgpack raises."""
+    return dict(msgpack.unpackb(header_frame[:-_CHECKSUM_BYTES], raw=False))
+
+
+def _checksum(header: bytes | memoryview, arrays: Sequence[bytes | memoryview]) -> int:
+    checksum = zlib.crc32(header)
+    for array in arrays:
+        checksum = zlib.crc32(array, checksum)
+    return checksum
+
+
+class ForeignPeer(ProtocolError):
+    """The sender is of another run or another protocol version: no message of its will ever be good. Others may be, when sent again."""
 
 
 def decode(frames: Sequence[bytes | memoryview]) -> Received:
@@ -109,21 +133,24 @@ def _decode_header(frames: Sequence[bytes | memoryview]) -> tuple[str, str, int,
         raise ProtocolError("An empty message.")
     if len(frames[0]) > MAX_HEADER_BYTES or len(frames) > 1 + MAX_ARRAYS:
         raise ProtocolError(f"Header of {len(frames[0])} bytes with {len(frames) - 1} arrays is over the bounds.")
+    header = memoryview(frames[0])[:-_CHECKSUM_BYTES]
+    if _checksum(header, frames[1:]).to_bytes(_CHECKSUM_BYTES, "little") != frames[0][-_CHECKSUM_BYTES:]:
+        raise ProtocolError("A message fails its checksum: it was damaged on its way, or is none of ours.")
     try:
-        raw = msgpack.unpackb(frames[0], raw=False, strict_map_key=True)
+        raw = msgpack.unpackb(header, raw=False, strict_map_key=True)
     except Exception as error:  # msgpack raises many types on hostile bytes; all of them mean one thing
         raise ProtocolError(f"The header is not msgpack: {type(error).__name__}.") from None
     if not isinstance(raw, dict):
         raise ProtocolError(f"The header is malformed: a {type(raw).__name__}, not a map.")
     if raw.get("protocol") != PROTOCOL_VERSION:
-        raise ProtocolError(
+        raise ForeignPeer(
             f"Protocol version {str(raw.get('protocol'))[:20]} met version {PROTOCOL_VERSION}: "
             "all processes of a run must be of the same Forebay release."
         )
-    header = raw.get("kind"), raw.get("run_id"), raw.get("seq", 0), raw.get("re", 0), raw.get("body"), raw.get("arrays")
-    if tuple(map(type, header)) != _HEADER_TYPES:
-        raise ProtocolError(f"The header is malformed: its fields are {[type(value).__name__ for value in header]}.")
-    return header  # type: ignore[return-value]
+    fields = raw.get("kind"), raw.get("run_id"), raw.get("seq", 0), raw.get("re", 0), raw.get("body"), raw.get("arrays")
+    if tuple(map(type, fields)) != _HEADER_TYPES:
+        raise ProtocolError(f"The header is malformed: its fields are {[type(value).__name__ for value in fields]}.")
+    return fields  # type: ignore[return-value]
 
 
 _HEADER_TYPES = (str, str, int, int, dict, list)

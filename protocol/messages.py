@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from protocol.verdicts import JudgeResult
 from protocol.versions import Segment, VersionTag
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Message(BaseModel):

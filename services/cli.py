@@ -93,6 +93,22 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--samples", type=int, default=8, help="completions for each task (default 8)")
     _add_set(evaluate)
 
+    faults = commands.add_parser(
+        "faults", help="inject faults into runs of fakes on this machine, and say what came of each"
+    )
+    faults.add_argument("--list", action="store_true", help="the cases, as a table")
+    faults.add_argument("--case", action="append", default=[], metavar="NAME", help="only this one; may be repeated")
+    faults.add_argument(
+        "--stage", action="append", default=[], metavar="S", help="only this stage of the loop; likewise"
+    )
+    faults.add_argument("--real", action="store_true", help="also the cases with real vLLM and Megatron")
+    faults.add_argument("--json", type=Path, metavar="FILE", help="the results, for programs")
+    faults.add_argument("--keep", type=Path, metavar="DIR", help="keep all logs and journals there")
+    faults.add_argument("--seed", type=int, default=0, help="of what chance decides")
+    soak = faults.add_mutually_exclusive_group()
+    soak.add_argument("--soak", type=float, metavar="SECONDS", help="instead: random kills in one long run")
+    soak.add_argument("--kills", type=int, metavar="N", help="instead: so many random kills")
+
     data = commands.add_parser("data", help="task files").add_subparsers(dest="data_command", required=True)
     convert = data.add_parser(
         "convert", help="HumanEval, MBPP in HumanEval's form, or APPS's form (JSONL, also .gz) -> a task file"
@@ -191,7 +207,7 @@ def _role(args: argparse.Namespace) -> int:
     if args.command == "learner":
         from services.learner.service import main as learner_main
 
-        return learner_main(config.run, config.learner, node_id=args.node_id)
+        learner_main(config.run, config.learner, node_id=args.node_id)
     from common.lifecycle import run_main
 
     if args.command == "coordinator":
@@ -202,7 +218,7 @@ def _role(args: argparse.Namespace) -> int:
     if args.command == "rollout":
         from services.rollout.service import main as rollout_main
 
-        return run_main(lambda: rollout_main(config.run, config.rollout, node_id=args.node_id))
+        return run_main(lambda: rollout_main(config.run, config.rollout, node_id=args.node_id), native_threads=True)
     from services.reward.service import main as reward_main
 
     return run_main(lambda: reward_main(config.run, config.reward, node_id=args.node_id))
@@ -291,6 +307,19 @@ def _data(args: argparse.Namespace) -> int:
     return data.check(config, args.tasks, repeat=max(1, args.repeat))
 
 
+def _faults(args: argparse.Namespace) -> int:
+    from services.faults import soak, suite
+
+    if args.list:
+        print(suite.list_table(suite.select(args.case, args.stage, real=True)), end="")
+        return 0
+    if args.soak is not None or args.kills is not None:
+        return soak.main(kills=args.kills, seconds=args.soak, seed=args.seed, keep=args.keep)
+    return suite.main(
+        names=args.case, stages=args.stage, real=args.real, seed=args.seed, json_path=args.json, keep=args.keep
+    )
+
+
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "up": _up,
     "judge": _judge,
@@ -302,6 +331,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "keys": _keys,
     "eval": _eval,
     "data": _data,
+    "faults": _faults,
     **dict.fromkeys(ROLES, _role),
 }
 

@@ -106,9 +106,7 @@ class Pool:
     def _draw(self) -> int | None:
         """The next task that isn't out; None: there is none."""
         if len(self.tasks_out) >= self._cursor.num_tasks:
-            self.hopeless = (
-                f"All {self._cursor.num_tasks} tasks are out. The last one: {[*self.tasks_out.values()][-1]}"
-            )
+            self.hopeless = f"All {self._cursor.num_tasks} tasks are out. The last one: {[*self.tasks_out.values()][-1].rstrip('.')}."
             return None
         while (task_index := self._cursor.task_index(self.num_draws)) is not None:
             self.num_draws += 1
@@ -174,10 +172,10 @@ class Pool:
         self._ledger_changed |= num_tokens > 0
 
     def count_lost(self, num_tokens: int) -> None:
-        """Tokens that a node had in flight when it died."""
+        """Tokens that a node had in flight when it died. Negative: it had not."""
         self.ledger.received += num_tokens
         self.ledger.lost += num_tokens
-        self._ledger_changed |= num_tokens > 0
+        self._ledger_changed |= num_tokens != 0
 
     def generation_failed(self, group_id: int, error: str, *, permanent: bool = False, node_id: str = "") -> bool:
         """A node could not generate a group. True: try again; False: the group is out (or was already)."""
@@ -313,7 +311,7 @@ class Pool:
         if self._failed_in_a_row >= self._config.max_failed_in_a_row:
             self.hopeless = (
                 f"The last {self._failed_in_a_row} groups failed, with none judged between "
-                f"(coordinator.max_failed_in_a_row). The last reason: {reason}"
+                f"(coordinator.max_failed_in_a_row). The last reason: {reason.rstrip('.')}."
             )
 
     def _drop(self, group: Group, status: GroupStatus, reason: str) -> None:

@@ -82,6 +82,7 @@ class Coordinator:
         self._outbox: list[Outgoing] = []
         # Of each node: what its last requests were answered.
         self._answers: dict[bytes, OrderedDict[int, m.Message]] = {}
+        self._written_off: dict[bytes, int] = {}  # tokens in flight of processes that were taken for dead
         self._sends: asyncio.Queue[tuple[Awaitable[None] | None, list[Outgoing]]] = asyncio.Queue()
         self._ended = asyncio.Event()
         self._failure: ForebayError | None = None
@@ -318,6 +319,7 @@ class Coordinator:
             self._drop_node(node_id, "replaced by a new process", died=True)
         node = self.members.join(hello, identity, time.monotonic())
         self._answers[identity] = OrderedDict()
+        self.pool.count_lost(-self._written_off.pop(identity, 0))  # it was cut off, not dead: what it had will come
         self.leases.claim(node, hello.open_leases)
         self._record_nodes()
         if hello.role == "learner":
@@ -359,6 +361,8 @@ class Coordinator:
             self.pool.count_thrown_away(node.tokens_in_flight)
             node.delivered_tokens += node.tokens_in_flight
         self._reply(node.identity, m.HeartbeatAck(lost_lease_ids=lost), received.seq)
+        if self.state != "running":  # it was told before, and that was lost
+            self._reply(node.identity, m.Shutdown(reason=self.end_reason))
 
     def _on_goodbye(self, node: Node, message: m.Goodbye, received: Received) -> None:
         self._drop_node(node.node_id, message.reason or "left", died=False)
@@ -370,7 +374,9 @@ class Coordinator:
         log.info("node_left", node=node_id, role=node.role, reason=reason, open_leases=len(leases))
         if died:
             self.reports.node_died(node, reason)
-        self.pool.count_lost(node.tokens_in_flight)
+        if lost := node.tokens_in_flight:
+            self.pool.count_lost(lost)
+            self._written_off[node.identity] = lost
         self._record_nodes()
         self._answers.pop(node.identity, None)
         self.leases.interrupted(leases, died=reason if died else "")

@@ -52,6 +52,14 @@ class LearnerConfig(StrictModel):
         default="megatron", description="fake: no model, for tests of everything around it"
     )
     fake_step_s: float = Field(default=0.05, ge=0.0, description="seconds of one step of the fake policy")
+    fake_die_at_step: int = Field(
+        default=0, ge=0, description="the fake policy kills its process within this step; 0: never"
+    )
+    fake_gap_alarm: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="nats per token: as logprob_gap_alarm, of the fake policy (with rollout.fake.logprobs_tell_weights)",
+    )
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     objective: ObjectiveConfig = ObjectiveConfig()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from common.errors import TrainingError
 from services.learner.packing import TrainSample
 from services.learner.policy import StepStats
 
@@ -21,21 +23,23 @@ from services.learner.policy import StepStats
 class FakePolicy:
     """Its weight is a running checksum of all it was trained on: equal histories give equal weights, and only those."""
 
-    def __init__(self, *, step_s: float, rank: int = 0) -> None:
+    def __init__(self, *, step_s: float, rank: int = 0, die_at_step: int = 0, gap_alarm: float | None = None) -> None:
         self.device = torch.device("cpu")
         self.weight = 0.0
         self.is_sender = rank == 0  # every rank trains the same; this one speaks for all
-        self._step_s = step_s
+        self._step_s, self._die_at_step, self._gap_alarm = step_s, die_at_step, gap_alarm
 
     stage = 0
 
     def train_step(self, samples: Sequence[TrainSample], *, total_steps_done: int) -> StepStats:
         """Fold the samples into the weight."""
+        gap = self._logprob_gap(samples, total_steps_done + 1)
         time.sleep(self._step_s)
+        if total_steps_done + 1 == self._die_at_step:
+            os.kill(os.getpid(), signal.SIGKILL)
         for sample in samples:
             self.weight = (self.weight * 31 + float(sample.completion_ids.sum()) + sample.advantage) % 1_000_003
         num_loss_tokens = sum(len(sample.completion_ids) for sample in samples)
-        gap = float(np.mean([abs(float(sample.logprobs.mean()) + 1.0) for sample in samples]))
         return StepStats(
             loss=0.0,
             grad_norm=0.0,
@@ -53,6 +57,17 @@ class FakePolicy:
             entropy=0.0,
             step_s=self._step_s,
         )
+
+    def _logprob_gap(self, samples: Sequence[TrainSample], step: int) -> float:
+        """How far the engine's log-probs are from those of this weight, or without an alarm from -1, in nats per token."""
+        own = -1.0 if self._gap_alarm is None else -1.0 - self.weight % 97 / 97  # as ``fake_engine.weight_logprob``
+        gap = float(np.mean([abs(float(sample.logprobs.mean()) - own) for sample in samples]))
+        if self._gap_alarm is not None and gap > self._gap_alarm:
+            raise TrainingError(
+                f"Step {step}: engine and trainer differ by {gap:.4f} nats per token on average, the alarm is at "
+                f"{self._gap_alarm} (learner.fake_gap_alarm). Nothing was updated."
+            )
+        return gap
 
     def plan_hf_tensors(self, dtype: torch.dtype | None = None) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """One tensor."""

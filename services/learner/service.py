@@ -17,13 +17,14 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import structlog
 import torch
 
 from common.errors import InvariantError, PeerError, WaitTimeout
+from common.lifecycle import leave, say
 from common.net import own_address_towards
 from common.recorder import RECORDER
 from common.waits import WaitTable
@@ -266,7 +267,12 @@ def make_policy(run: RunConfig, config: LearnerConfig) -> Policy:
     if config.policy == "fake":
         from services.learner.fake_policy import FakePolicy, init_world
 
-        return FakePolicy(step_s=config.fake_step_s, rank=init_world(timeout_s=config.wait_timeout_s))
+        return FakePolicy(
+            step_s=config.fake_step_s,
+            rank=init_world(timeout_s=config.wait_timeout_s),
+            die_at_step=config.fake_die_at_step,
+            gap_alarm=config.fake_gap_alarm,
+        )
     from services.learner.megatron.policy import MegatronPolicy
 
     return MegatronPolicy(
@@ -274,8 +280,8 @@ def make_policy(run: RunConfig, config: LearnerConfig) -> Policy:
     )
 
 
-def main(run: RunConfig, config: LearnerConfig, *, node_id: str = "") -> int:
-    """Body of one rank of the learner: its exit code."""
+def main(run: RunConfig, config: LearnerConfig, *, node_id: str = "") -> NoReturn:
+    """Body of one rank of the learner. Ends the process with its exit code."""
     waits = WaitTable()
     rank = int(os.environ.get("RANK", "0"))
     RECORDER.describe("learner", run_dir=run.run_dir, node_id=f"learner-rank{rank}" if rank else node_id, waits=waits)
@@ -283,9 +289,10 @@ def main(run: RunConfig, config: LearnerConfig, *, node_id: str = "") -> int:
         policy = make_policy(run, config)
         world = World(policy.device, waits=waits, timeout_s=config.wait_timeout_s)
         try:
-            return Learner(run, config, policy, world, node_id=node_id).run()
+            code = Learner(run, config, policy, world, node_id=node_id).run()
         finally:
             world.close()
     except Exception as error:
         RECORDER.write(error)
-        raise
+        code = say(error)
+    leave(code)

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from common.errors import ForebayError
 from protocol.codec import Array
 from protocol.messages import Sampling, SyncMember, SyncPlan
 from protocol.versions import Segment, VersionTag
@@ -32,6 +33,10 @@ class PromptTooLong(Exception):
     """The prompt doesn't fit: no engine of this run can do the group, so it is refused once and for all."""
 
 
+class EngineDied(ForebayError):
+    """The engine's processes are gone, and nothing will ever be generated here again: the node ends, so that it is started anew."""
+
+
 class Engine(Protocol):
     """An engine with the weights of ``holds``. All methods run on the node's event loop and never block it."""
 
@@ -51,6 +56,7 @@ class Engine(Protocol):
 
         Raises:
             PromptTooLong: before anything is generated.
+            EngineDied: at any time.
         """
 
     async def form_groups(self, plan: SyncPlan, member: SyncMember) -> None:

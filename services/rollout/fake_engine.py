@@ -1,12 +1,14 @@
 """An engine without a model: scripted completions at a given speed, through the real transport and the real weight broadcast.
 
-For fault tests and queue benchmarks. It can be slow, fail, or refuse an update; see ``FakeEngineConfig``.
+For fault tests and queue benchmarks. It can be slow, fail, die, or be wrong about its weights; see ``FakeEngineConfig``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -18,11 +20,13 @@ from protocol import weights
 from protocol.messages import Sampling, SyncMember, SyncPlan
 from protocol.versions import Segment, VersionTag
 from services.rollout.config import FakeEngineConfig
-from services.rollout.engine import Completion, PromptTooLong
+from services.rollout.engine import Completion, EngineDied, PromptTooLong
+
+SLOWER = 20  # times, of prompts that are slow
 
 
 class FakeEngine:
-    """Every token is ``1 + index % 7`` with log-probability -1; a prompt is its UTF-8 bytes."""
+    """Tokens follow from seed, sample and position, each with log-probability -1; a prompt is its UTF-8 bytes."""
 
     num_workers = 1
 
@@ -56,12 +60,19 @@ class FakeEngine:
         self._num_groups += 1
         if self.config.fail_every and self._num_groups % self.config.fail_every == 0:
             raise ForebayError("the fake engine was told to fail")
+        if 0 < self.config.engine_dies_at <= self._num_groups:
+            raise EngineDied("the fake engine was told to die")
+        if _is_in(self.config.dies_on, prompt):
+            os.kill(os.getpid(), signal.SIGKILL)
+        token_s = (SLOWER if _is_in(self.config.slow_on, prompt) else 1) / self.config.tokens_per_s
         for sample_index in sample_indices:
+            if _is_in(self.config.never_ends_on, prompt):
+                await asyncio.Event().wait()
             segments: list[Segment] = []
             count = min(self.config.num_tokens, sampling.max_tokens)
             for _ in range(count):
                 await self._running.wait()
-                await asyncio.sleep(1 / self.config.tokens_per_s)
+                await asyncio.sleep(token_s)
                 self._generated += 1
                 version = self.holds.version
                 if segments and segments[-1].version == version:
@@ -71,12 +82,18 @@ class FakeEngine:
             yield Completion(
                 sample_index=sample_index,
                 prompt_ids=prompt_ids,
-                completion_ids=(1 + np.arange(count) % 7).astype(np.int32),
-                logprobs=np.full(count, -1.0, dtype=np.float32),
+                completion_ids=(1 + (np.arange(count) * (1 + sample_index) + seed) % 7).astype(np.int32),
+                logprobs=np.full(count, self._logprob(), dtype=np.float32),
                 text=self.config.completion.replace("{sample}", f"{seed}-{sample_index}"),
                 finish_reason="stop",
                 segments=segments,
             )
+
+    def _logprob(self) -> float:
+        """-1, or less where it is to depend on the weights; ``FakePolicy`` has the same formula."""
+        if not self.config.logprobs_tell_weights or not self.received:
+            return -1.0
+        return weight_logprob(float(self.received["weight"][0]))
 
     async def form_groups(self, plan: SyncPlan, member: SyncMember) -> None:
         """Join the first sender's group; a fake trainer has one stage."""
@@ -95,7 +112,10 @@ class FakeEngine:
         try:
             fresh: dict[str, Any] = {}
             await asyncio.to_thread(weights.receive_weights, self._group, fresh.__setitem__)
-            self.received, self.holds = fresh, plan.tag
+            await asyncio.sleep(self.config.update_s)
+            if not 0 < self.config.keep_weights_from <= plan.tag.version:
+                self.received = fresh
+            self.holds = plan.tag
         finally:
             self._running.set()
         return time.monotonic() - started
@@ -109,6 +129,15 @@ class FakeEngine:
     async def close(self) -> None:
         """Close the group."""
         await self.leave_groups()
+
+
+def weight_logprob(weight: float) -> float:
+    """Log-probability of every token by a policy of this weight: between -2 and -1."""
+    return -1.0 - weight % 97 / 97
+
+
+def _is_in(text: str, prompt: str) -> bool:
+    return text != "" and text in prompt
 
 
 def _join(plan: SyncPlan, rank: int) -> weights.BroadcastGroup:

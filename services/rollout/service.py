@@ -28,7 +28,7 @@ from protocol.channel import NodeChannel
 from protocol.codec import Array, Received
 from protocol.config import RunConfig
 from services.rollout.config import RolloutConfig
-from services.rollout.engine import Completion, Engine, PromptTooLong
+from services.rollout.engine import Completion, Engine, EngineDied, PromptTooLong
 
 log = structlog.get_logger()
 
@@ -155,8 +155,15 @@ class RolloutNode:
         except (PeerError, WaitTimeout):
             pass  # ``channel.failed`` carries it, and ends the node
         except (
+            EngineDied
+        ) as error:  # it would fail every lease at once, of healthy tasks: the node goes, and others take them
+            if not self.channel.failed.done():
+                log.error("engine_died", error=str(error))
+                self.channel.failed.set_exception(error)
+                self.channel.failed.exception()  # seen: ``guard`` raises it
+        except (
             Exception
-        ) as error:  # whatever the engine raises ends this lease only; the coordinator counts the attempt
+        ) as error:  # whatever else the engine raises ends this lease only; the coordinator counts the attempt
             log.exception("lease_failed", group=lease.group_id)
             failed = m.LeaseFailed(lease_id=lease.lease_id, error=f"{type(error).__name__}: {error}")
             await self._tell(failed, f"acknowledgement that group {lease.group_id} failed")

@@ -24,14 +24,16 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from protocol.config import RunConfig
 from protocol.messages import Sampling, SyncMember, SyncPlan
 from protocol.versions import Segment, VersionTag
 from services.rollout.config import RolloutConfig
-from services.rollout.engine import Completion, PromptTooLong
+from services.rollout.engine import Completion, EngineDied, PromptTooLong
 from services.rollout.vllm_plugin import BACKEND, PARENT_ENV
+from services.rollout.vllm_sockets import SocketFolder
 
 log = structlog.get_logger()
 
@@ -72,6 +74,7 @@ class VllmEngine:
         self.num_workers = config.tensor_parallel
         self.holds = VersionTag(version=0)
         self._llm: AsyncLLM | None = None
+        self._sockets: SocketFolder | None = None
         self._tokenizer: Any = None
         self._counter = _TokenCounter()
         self._group_key = ""
@@ -92,6 +95,7 @@ class VllmEngine:
         self._counter.generated = 0
 
     def _build(self) -> AsyncLLM:
+        self._sockets = SocketFolder()
         if not torch.cuda.is_available():
             _cpu_environment(self.config)
         os.environ[PARENT_ENV] = str(os.getpid())
@@ -149,8 +153,11 @@ class VllmEngine:
 
     async def _one(self, prompt_ids: list[int], sample_index: int, params: SamplingParams) -> Completion:
         final: RequestOutput | None = None
-        async for output in self.llm.generate({"prompt_token_ids": prompt_ids}, params, uuid.uuid4().hex):
-            final = output
+        try:
+            async for output in self.llm.generate({"prompt_token_ids": prompt_ids}, params, uuid.uuid4().hex):
+                final = output
+        except EngineDeadError:
+            raise EngineDied("vLLM's engine process died. Its last words are above; start this node again.") from None
         assert final is not None
         return _completion(sample_index, prompt_ids, final.outputs[0])
 
@@ -196,6 +203,8 @@ class VllmEngine:
             llm, self._llm = self._llm, None
             await asyncio.to_thread(llm.shutdown)
             await asyncio.sleep(0)  # vLLM's output task sees the end of its engine and ends, too
+        if self._sockets is not None:
+            self._sockets.close()
 
 
 def _completion(sample_index: int, prompt_ids: list[int], output: CompletionOutput) -> Completion:

@@ -12,7 +12,7 @@ from common.errors import ConfigError, PeerError
 from common.waits import WaitTable
 from protocol import messages as m
 from protocol.channel import CoordinatorSocket, NodeChannel, is_loopback
-from protocol.codec import decode, encode
+from protocol.codec import decode, encode, peek, seal
 
 TAG = m.VersionTag(version=0)
 
@@ -113,11 +113,12 @@ async def test_a_node_of_another_protocol_version_is_refused(address, monkeypatc
         raw.connect(address)
         hello = m.Hello(role="reward", node_id="n", host="h", pid=1)
         frames = encode(hello, run_id="r", seq=1)
-        header = msgpack.unpackb(frames[0]) | {"protocol": 99}
-        await raw.send_multipart([msgpack.packb(header)])
+        header = peek(frames[0]) | {"protocol": 99}
+        await raw.send_multipart(seal(msgpack.packb(header), []))
         refused = decode(await raw.recv_multipart()).message
         assert isinstance(refused, m.Refused)
         assert "version 99" in refused.reason
+        assert refused.fatal
     await coordinator.close()
 
 
@@ -130,7 +131,9 @@ async def test_garbage_is_refused_and_the_coordinator_goes_on(address, frames):
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as raw:
         raw.connect(address)
         await raw.send_multipart(frames)
-        assert isinstance(decode(await raw.recv_multipart()).message, m.Refused)
+        refused = decode(await raw.recv_multipart()).message
+        assert isinstance(refused, m.Refused)
+        assert not refused.fatal, "a message may be damaged on its way, and is sent again"
     async with node_at(address) as node:
         await node.start(join_timeout_s=20)
     await coordinator.close()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from common.errors import ProtocolError
 from protocol import messages as m
-from protocol.codec import decode, encode
+from protocol.codec import decode, encode, peek, seal
 
 
 def sample_frames(**changes):
@@ -43,21 +43,26 @@ def test_empty_arrays_travel():
     assert received.arrays["completion_ids"].shape == (0,)
 
 
+def reseal(frames):
+    return seal(frames[0][:-4], frames[1:])
+
+
 def header_of(frames, **changes):
-    header = msgpack.unpackb(frames[0]) | changes
-    return [msgpack.packb(header), *frames[1:]]
+    return seal(msgpack.packb(peek(frames[0]) | changes), frames[1:])
 
 
 @pytest.mark.parametrize(
     ("frames", "words"),
     [
         ([], "empty"),
-        ([b"\xc1"], "not msgpack"),
-        ([msgpack.packb([1, 2])], "malformed"),
+        ([b"\xc1"], "checksum"),
+        (seal(b"\xc1", []), "not msgpack"),
+        (seal(msgpack.packb([1, 2]), []), "malformed"),
         (header_of(sample_frames(), kind="os.system"), "Unknown message kind"),
         (header_of(sample_frames(), protocol=99), "Protocol version 99"),
-        (sample_frames()[:2], "must come with arrays"),
-        ([*sample_frames()[:3], b"123"], "takes 12"),
+        (sample_frames()[:2], "checksum"),
+        (reseal(sample_frames()[:2]), "must come with arrays"),
+        (reseal([*sample_frames()[:3], b"123"]), "takes 12"),
         (header_of(sample_frames(), arrays=[["prompt_ids", "object", [4]]]), "must come with arrays"),
         (header_of(sample_frames(), body={"lease_id": 5}), "field"),
         ([b"\xdc" * (33 << 20)], "over the bounds"),
@@ -75,10 +80,18 @@ def test_an_array_of_objects_never_travels():
 
 def test_a_forged_shape_is_refused():
     frames = sample_frames()
-    header = msgpack.unpackb(frames[0])
+    header = peek(frames[0])
     header["arrays"][0][2] = [2**40, 2**40]
     with pytest.raises(ProtocolError, match="takes"):
-        decode([msgpack.packb(header), *frames[1:]])
+        decode(seal(msgpack.packb(header), frames[1:]))
+
+
+@given(st.integers(min_value=0, max_value=3), st.integers(min_value=0), st.integers(min_value=0, max_value=7))
+def test_no_flipped_bit_passes(index, at, bit):
+    frames = [bytearray(frame) for frame in sample_frames()]
+    frames[index][at % len(frames[index])] ^= 1 << bit
+    with pytest.raises(ProtocolError, match="checksum"):
+        decode([bytes(frame) for frame in frames])
 
 
 @given(st.lists(st.binary(max_size=200), max_size=5))

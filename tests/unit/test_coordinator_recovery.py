@@ -218,7 +218,7 @@ def test_when_every_task_is_out_the_run_ends_and_says_why(tmp_path, desks):
     for _ in range(5):
         [(_, lease)] = of(m.GenerateLease, sent)
         sent = desk.say("gen#1", m.LeaseFailed(lease_id=lease.lease_id, error="too long", permanent=True))
-    assert desk.coordinator.pool.hopeless == "All 5 tasks are out. The last one: too long"
+    assert desk.coordinator.pool.hopeless == "All 5 tasks are out. The last one: too long."
 
 
 def test_a_judge_that_always_fails_on_a_task_puts_the_task_out_and_not_the_others(tmp_path, desks):
@@ -244,3 +244,43 @@ def test_a_learner_whose_batches_are_gone_is_told_to_bring_its_checkpoints(tmp_p
     [(_, refused)] = of(m.Refused, desk.join("learner", "learner"))
     assert "newest checkpoint is of step 0, and the journal has batches from step 5 on" in refused.reason
     assert of(m.Welcome, rejoin(desk, "learner", "learner", [])), "one that is at work resumes from nothing"
+
+
+def test_tokens_of_a_node_that_was_only_cut_off_are_counted_once(tmp_path, desks, clock):
+    desk = Desk(tmp_path)
+    desks.append(desk)
+    (_, lease), *_ = of(m.GenerateLease, desk.join("rollout", "gen"))
+    beat = m.Heartbeat(
+        capacity=2,
+        lease_ids=[lease.lease_id],
+        holds=m.VersionTag(version=0),
+        counters={"generated_tokens": 6.0, "settled_tokens": 0.0},
+    )
+    desk.say("gen#1", beat)
+    die(desk, clock, "gen")
+    assert desk.coordinator.pool.ledger.lost == 6
+    rejoin(desk, "rollout", "gen", [])
+    desk.say("gen#1", beat)
+    for index in (0, 1):
+        desk.sample("gen#1", lease, index)
+    ledger, node = desk.coordinator.pool.ledger, desk.coordinator.members.nodes["gen"]
+    assert (ledger.lost, ledger.received, node.tokens_in_flight) == (0, 6, 0)
+
+
+def test_a_process_that_died_and_started_again_has_lost_what_it_had(tmp_path, desks, clock):
+    desk = Desk(tmp_path)
+    desks.append(desk)
+    desk.join("rollout", "gen")
+    counters = {"generated_tokens": 6.0, "settled_tokens": 0.0}
+    desk.say("gen#1", m.Heartbeat(capacity=2, holds=m.VersionTag(version=0), lease_ids=["x"], counters=counters))
+    desk.join("rollout", "gen", life=2)
+    assert desk.coordinator.pool.ledger.lost == 6
+
+
+def test_a_node_that_did_not_hear_of_the_end_is_told_again(tmp_path, desks):
+    desk = Desk(tmp_path)
+    desks.append(desk)
+    desk.join("reward", "judge")
+    assert of(m.Shutdown, desk.say("tool", m.StopRequest(reason="enough")))
+    [(to, shutdown)] = of(m.Shutdown, desk.say("judge#1", m.Heartbeat(capacity=2)))
+    assert (to, shutdown.reason) == ("judge#1", "enough")

@@ -1,0 +1,1 @@
+"""The cases of the suite by kind of fault; ``table.py`` has them all."""

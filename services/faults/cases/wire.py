@@ -1,0 +1,118 @@
+"""Messages that are dropped, delayed, doubled, overtaken or damaged on their way, at each stage; and nodes that are cut off."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from services.faults.case import Body, Case, Scene
+
+# What travels at each stage: (kind, conditions). All of them are hit in one run, one after the other.
+STAGE_MESSAGES: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "join": [("hello", {}), ("welcome", {}), ("heartbeat", {"count": 5}), ("heartbeat_ack", {"count": 5})],
+    "generate": [("generate_lease", {}), ("sample_result", {}), ("ack", {"re_kind": "sample_result"})],
+    "judge": [("score_lease", {}), ("suite_request", {}), ("suite", {}), ("score_result", {}), ("ack", {"re_kind": "score_result"})],
+    "train": [("batch_request", {}), ("batch", {}), ("step_committed", {}), ("ack", {"re_kind": "step_committed"})],
+    "update": [
+        ("sync_request", {}), ("sync_plan", {"node_id": "learner"}), ("sync_plan", {"node_id": "a"}), ("sync_ready", {"node_id": "learner"}),
+        ("sync_ready", {"node_id": "a"}), ("sync_go", {"node_id": "learner"}), ("sync_go", {"node_id": "a"}), ("sync_sent", {}),
+        ("sync_done", {}), ("sync_result", {}),
+    ],
+}  # fmt: skip
+ARRAYS = ("sample_result", "suite", "batch")  # these come with array frames, which can be damaged, too
+WORDS = {
+    "drop": "lost",
+    "delay": "0.7 s late",
+    "duplicate": "sent twice",
+    "reorder": "overtaken by later ones",
+    "corrupt": "damaged",
+}
+
+
+def _on_the_way(action: str, stage: str) -> Body:
+    """Every kind of message of a stage, once each (heartbeats: five), from the second step on; those of joining from the start."""
+
+    def body(scene: Scene) -> None:
+        if stage != "join":
+            roles = scene.run.start_all()
+            if stage != "judge":  # a suite is asked for once, at the beginning
+                scene.steps(1)
+        rules = [
+            scene.proxy.add(action, kind, **{"delay_s": 0.7 if action == "delay" else 0.0, **conditions})
+            for kind, conditions in STAGE_MESSAGES[stage]
+        ]
+        if action == "corrupt":
+            kinds = [kind for kind, _ in STAGE_MESSAGES[stage] if kind in ARRAYS]
+            rules += [scene.proxy.add("shorten", kind) for kind in kinds if kind != "suite"]
+        if stage == "join":
+            roles = scene.run.start_all()
+        scene.finish(*roles.values())
+        hits = [at for rule in rules for at in rule.hits]
+        missed = [f"{rule.kind} {rule.node_id}" for rule in rules if not rule.hits]
+        assert not missed, f"no such message came by: {missed}"
+        scene.inject(min(hits))
+
+    return body
+
+
+def _wire_case(action: str, stage: str) -> Case:
+    kinds = list(dict.fromkeys(kind for kind, _ in STAGE_MESSAGES[stage]))
+    changes = {"coordinator.max_steps": 8, "coordinator.generate_timeout_s": 3.0, "run.sync_timeout_s": 3.0}
+    return Case(
+        f"{action}-{stage}",
+        stage,
+        f"{WORDS[action]}: {', '.join(kinds)}",
+        _on_the_way(action, stage),
+        changes=changes,
+        noticed=action in ("drop", "corrupt"),
+    )
+
+
+def _chaos(scene: Scene) -> None:
+    """Every message between everybody, with some probability."""
+    roles = scene.run.start_all()
+    scene.steps(1)
+    for action in ("drop", "duplicate", "reorder"):
+        scene.proxy.add(action, probability=0.03, count=None)
+    scene.proxy.add("delay", probability=0.05, count=None, delay_s=0.3)
+    scene.inject()
+    scene.steps(10)
+    scene.proxy.clear()  # so that the end can be told
+    scene.finish(*roles.values())
+
+
+def _cut_off(node_id: str, seconds: float) -> Body:
+    """Nothing passes in either direction for ``seconds``, and what was sent is gone."""
+
+    def body(scene: Scene) -> None:
+        roles = scene.run.start_all("a", "b")
+        scene.steps(2)
+        scene.inject()
+        scene.proxy.cut(node_id)
+        time.sleep(seconds)
+        scene.proxy.heal(node_id)
+        scene.finish(*roles.values())
+
+    return body
+
+
+def _lost_shutdown(scene: Scene) -> None:
+    """A node that never hears of the end ends by itself, with the code of a peer that is gone."""
+    roles = scene.run.start_all()
+    rule = scene.proxy.add("drop", "shutdown", node_id="judge")
+    scene.inject(rule.wait(40))
+    judge = roles.pop("judge")
+    scene.finish(*roles.values())
+    scene.end(judge, 3, says="has been silent")
+
+
+LONG = {"coordinator.max_steps": 16, "learner.fake_step_s": 0.3}
+CASES = [
+    *(_wire_case(action, stage) for stage in STAGE_MESSAGES for action in WORDS),
+    Case("chaos", "whole run", "a tenth of all messages is lost, doubled, late or overtaken, of all kinds", _chaos, changes={"coordinator.max_steps": 12, "coordinator.generate_timeout_s": 3.0, "run.sync_timeout_s": 3.0}, slow=True),
+    Case("cut-off-rollout", "generate", "a rollout node is cut off for 4 s", _cut_off("a", 4), changes=LONG),
+    Case("cut-off-reward", "judge", "the reward node is cut off for 4 s", _cut_off("judge", 4), changes=LONG),
+    Case("cut-off-learner", "train", "the learner is cut off for 4 s", _cut_off("learner", 4), changes=LONG),
+    Case("cut-off-all", "whole run", "the coordinator is cut off from all nodes for 4 s", _cut_off("", 4), changes=LONG),
+    Case("lost-shutdown", "whole run", "a node does not hear that the run has ended", _lost_shutdown, changes={"run.join_timeout_s": 6.0, "coordinator.max_steps": 2}),
+]  # fmt: skip
