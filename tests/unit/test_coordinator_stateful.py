@@ -77,7 +77,7 @@ class Model(World):
         self.out = {}  # tasks that are out
         self.seen_groups = 0  # group ids below it are admitted
         self.slack = (
-            0  # tokens that may be counted twice: their node was taken for dead, or told them to two coordinators
+            0  # tokens that may be counted twice: they were told to two coordinators, or written off by one and told to the next
         )
         super().__init__(folder, config, num_tasks)
 
@@ -89,6 +89,7 @@ class Model(World):
         self.slack += sum(
             tokens_of(message, arrays) for node in self.live(Rollout) for message, arrays in node.pending.values()
         )
+        self.slack += sum(self.coordinator._written_off.values())  # nobody knows any more that they may still come
         super().crash(durable=durable, num_sent=num_sent)
         if self.durable is not None:
             found = digest(self.pool)
@@ -345,11 +346,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
                 node.beat()
         world.pump()
         known = silent_node and world.coordinator.members.by_identity(silent_node.identity)
-        in_flight = known.tokens_in_flight if known else 0
         world.coordinator._expire(world.clock.now)
         if known and not world.coordinator.members.by_identity(known.identity):
-            self.exact = False
-            world.slack += in_flight  # written off, and they may still come
+            self.exact = False  # until its first heartbeat after it is back
         world.pump()
 
     # ---- one lease ----
