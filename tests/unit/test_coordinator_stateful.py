@@ -76,9 +76,7 @@ class Model(World):
         self.first_kept_step = 1
         self.out = {}  # tasks that are out
         self.seen_groups = 0  # group ids below it are admitted
-        self.slack = (
-            0  # tokens that may be counted twice: they were told to two coordinators, or written off by one and told to the next
-        )
+        self.slack = 0  # tokens that may be counted twice: they were told to two coordinators, or written off by one and told to the next
         super().__init__(folder, config, num_tasks)
 
     @property
