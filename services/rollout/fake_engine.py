@@ -96,7 +96,7 @@ class FakeEngine:
         return weight_logprob(float(self.received["weight"][0]))
 
     async def form_groups(self, plan: SyncPlan, member: SyncMember) -> None:
-        """Join the first sender's group; a fake trainer has one stage."""
+        """Join the group of each sender: a trainer has one for each pipeline stage."""
         if not self._groups or plan.group_key != self._group_key:
             await self.leave_groups()
             for address in plan.stores:
