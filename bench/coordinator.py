@@ -2,7 +2,7 @@
 
     python -m bench.coordinator [--seconds 10] [--rounds 5] [--samples N]
 
-A load process speaks the wire protocol as eight rollout nodes, eight reward nodes and a learner: generate lease -> sample results with token
+A load process speaks the wire protocol as up to 16 rollout nodes, as many reward nodes and a learner: generate lease -> sample results with token
 ids and log-probs -> score leases -> verdicts -> batch -> commit. It prepares its frames once, so that one core of it keeps up. Printed:
 samples a second, the coordinator's own CPU time for a sample, and two latencies: from sending a result to its acknowledgement (it is
 durable then), and from a result to the score lease that it causes. ``--samples`` runs on until so many samples are trained, and prints
@@ -46,7 +46,7 @@ from protocol.versions import Segment, VersionTag
 RUN_ID = "bench"
 GROUP_SIZE = 8
 GROUPS_PER_STEP = 64
-NUM_NODES = 8  # of rollout, and of reward
+NUM_NODES = 16  # of rollout, and of reward
 BEAT_S = 1.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -231,7 +231,7 @@ def coordinator(folder: Path, port: int, *extra: str) -> subprocess.Popen[bytes]
         "run": {"id": RUN_ID, "dir": str(folder), "model": str(folder), "address": f"tcp://127.0.0.1:{port}", "log_level": "warning"},
         "coordinator": {
             "tasks": str(folder / "tasks.jsonl"), "group_size": GROUP_SIZE, "groups_per_step": GROUPS_PER_STEP,
-            "max_steps": 1_000_000, "max_staleness": 3, "bypass_window": GROUPS_PER_STEP, "node_timeout_s": 60, "leave_timeout_s": 0.5,
+            "max_steps": 1_000_000, "max_staleness": 7, "bypass_window": GROUPS_PER_STEP, "node_timeout_s": 60, "leave_timeout_s": 0.5,
         },
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
@@ -331,7 +331,7 @@ def main() -> None:
     )
     if args.samples:
         return endure(args.port, args.samples)
-    kinds = [("1,000 tokens", 1000, 8, 8), ("1,000 tokens", 1000, 8, 1), ("1,000 tokens", 1000, 1, 1), ("10,000 tokens", 10_000, 8, 8)]  # fmt: skip
+    kinds = [("1,000 tokens", 1000, 16, 16), ("1,000 tokens", 1000, 8, 1), ("1,000 tokens", 1000, 1, 1), ("10,000 tokens", 10_000, 8, 8)]  # fmt: skip
     kinds = [
         (f"{name} | {nodes * capacity} groups", tokens, nodes, capacity) for name, tokens, nodes, capacity in kinds
     ]

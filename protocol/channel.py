@@ -151,7 +151,11 @@ class CoordinatorSocket:
     def _send(self, identity: bytes, message: Message, re: int, arrays: Mapping[str, Array] | None) -> bool:
         frames = encode(message, run_id=self.run_id, seq=next(self._seq), re=re, arrays=arrays)
         try:
-            self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=arrays is None)
+            self._socket.send(identity, zmq.NOBLOCK | zmq.SNDMORE)
+            if arrays is None:
+                self._socket.send(frames[0], zmq.NOBLOCK)
+            else:
+                self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             log.info(
                 "peer_unreachable", peer=identity.decode(errors="replace"), kind=message.kind, error=error.strerror
