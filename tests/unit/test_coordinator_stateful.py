@@ -76,14 +76,16 @@ class Model(World):
         self.first_kept_step = 1
         self.out = {}  # tasks that are out
         self.seen_groups = 0  # group ids below it are admitted
-        self.slack = (
-            0  # tokens that may be counted twice: they were told to two coordinators, or written off by one and told to the next
-        )
+        self.slack = 0  # tokens that may be counted twice: they were told to two coordinators, or written off by one and told to the next
         super().__init__(folder, config, num_tasks)
 
     @property
     def pool(self):
         return self.coordinator.pool
+
+    def start(self):
+        super().start()
+        self.lost_before = self.pool.ledger.lost
 
     def crash(self, *, durable, num_sent):
         self.slack += sum(
@@ -193,6 +195,10 @@ class Model(World):
     def _check_tokens(self):
         """The coordinator never counts more tokens than were generated."""
         generated = sum(node.generated for node in self.nodes if isinstance(node, Rollout))
+        written_off = sum(self.coordinator._written_off.values())
+        assert self.pool.ledger.lost == self.lost_before + written_off, (
+            "lost is what was written off and not taken back"
+        )
         received = self.pool.ledger.received
         assert received <= generated + self.slack, f"{received} tokens received, {generated} generated"
 
