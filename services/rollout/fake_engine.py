@@ -37,7 +37,7 @@ class FakeEngine:
         self._max_prompt_tokens = max_prompt_tokens
         self._generated = 0
         self._num_groups = 0
-        self._group: weights.BroadcastGroup | None = None
+        self._groups: list[weights.BroadcastGroup] = []  # one for each sender
         self._group_key = ""
         self._running = asyncio.Event()
         self._running.set()
@@ -96,22 +96,23 @@ class FakeEngine:
         return weight_logprob(float(self.received["weight"][0]))
 
     async def form_groups(self, plan: SyncPlan, member: SyncMember) -> None:
-        """Join the first sender's group; a fake trainer has one stage."""
-        if self._group is None or plan.group_key != self._group_key:
+        """Join the group of each sender: a trainer has one for each pipeline stage."""
+        if not self._groups or plan.group_key != self._group_key:
             await self.leave_groups()
-            self._group = await asyncio.to_thread(_join, plan, member.first_rank)
+            for address in plan.stores:
+                self._groups.append(await asyncio.to_thread(_join, plan, address, member.first_rank))
             self._group_key = plan.group_key
 
     async def update_weights(self, plan: SyncPlan) -> float:
         """Receive into a dict."""
         if self.config.fail_update_at and plan.tag.version == self.config.fail_update_at:
             raise ForebayError("the fake engine was told to fail this update")
-        assert self._group is not None
         started = time.monotonic()
         self._running.clear()
         try:
             fresh: dict[str, Any] = {}
-            await asyncio.to_thread(weights.receive_weights, self._group, fresh.__setitem__)
+            for group in self._groups:
+                await asyncio.to_thread(weights.receive_weights, group, fresh.__setitem__)
             await asyncio.sleep(self.config.update_s)
             if not 0 < self.config.keep_weights_from <= plan.tag.version:
                 self.received = fresh
@@ -121,13 +122,13 @@ class FakeEngine:
         return time.monotonic() - started
 
     async def leave_groups(self) -> None:
-        """Close the group."""
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        """Close all groups."""
+        for group in self._groups:
+            group.close()
+        self._groups = []
 
     async def close(self) -> None:
-        """Close the group."""
+        """Close all groups."""
         await self.leave_groups()
 
 
@@ -140,10 +141,10 @@ def _is_in(text: str, prompt: str) -> bool:
     return text != "" and text in prompt
 
 
-def _join(plan: SyncPlan, rank: int) -> weights.BroadcastGroup:
+def _join(plan: SyncPlan, address: str, rank: int) -> weights.BroadcastGroup:
     import torch
 
-    store = weights.group_store(weights.connect_store(plan.stores[0], timeout_s=plan.timeout_s), plan.group_key)
+    store = weights.group_store(weights.connect_store(address, timeout_s=plan.timeout_s), plan.group_key)
     return weights.BroadcastGroup(
         store, rank=rank, world_size=plan.world_size, device=torch.device("cpu"), timeout_s=plan.timeout_s
     )
