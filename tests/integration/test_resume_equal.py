@@ -7,9 +7,7 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop_harness import LUCKY, ROOT, Role, Run, descendants, task_line
+from loop_harness import ROOT, Role, Run, descendants, task_line
 from safetensors.torch import load_file
 
 from services.coordinator.journal import Journal
@@ -29,8 +27,6 @@ BASE = {
     "coordinator.group_size": 4,
     "coordinator.max_staleness": 0,
     "coordinator.bypass_window": 0,
-    "coordinator.keep_trained_steps": STEPS,  # so that all batches can be compared in the end
-    "rollout.fake.completion": LUCKY,
     "rollout.fake.num_tokens": 12,
 }
 MEGATRON = {
@@ -49,59 +45,14 @@ MEGATRON = {
 SAME_METRICS = ("train/lr", "train/loss", "train/grad_norm", "train/num_tokens", "reward/mean", "staleness/max")
 
 
-class Gate:
-    """The learner's way to the coordinator: bytes pass, but for commits while it is ``shut``."""
-
-    def __init__(self, address: str) -> None:
-        self._to = ("127.0.0.1", int(address.rpartition(":")[2]))
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
-        self.shut, self.caught = threading.Event(), threading.Event()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                near, _ = self._server.accept()
-                try:
-                    far = socket.create_connection(self._to)
-                except OSError:  # the coordinator isn't up; ZeroMQ tries again
-                    near.close()
-                    continue
-                threading.Thread(target=self._carry, args=(near, far, True), daemon=True).start()
-                threading.Thread(target=self._carry, args=(far, near, False), daemon=True).start()
-
-    def _carry(self, source: socket.socket, target: socket.socket, is_up: bool) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(65536):
-                if is_up and self.shut.is_set() and b"step_committed" in data:
-                    self.caught.set()
-                    source.recv(1)  # nothing more goes through this connection; its end is the learner's
-                    break
-                target.sendall(data)
-        for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-
-    def close(self) -> None:
-        """Let nobody in any more."""
-        self._server.close()
-
-
 class CutRun(Run):
     """A run whose learner is a world of ``num_ranks``, and which can be cut."""
 
     def __init__(self, folder: Path, changes: dict[str, Any], *, num_ranks: int = 1) -> None:
         folder.mkdir(parents=True)
-        super().__init__(folder, BASE | changes, tasks=TASKS)
+        super().__init__(folder, BASE | changes, tasks=TASKS, proxied=True)
         self.num_ranks = num_ranks
         self.now: dict[str, Role] = {}
-        self.gate = Gate(self.address)
-
-    def __exit__(self, *details: object) -> None:
-        super().__exit__(*details)
-        self.gate.close()
 
     def start_role(self, name: str) -> None:
         """Start one of coordinator, judge, a, learner."""
@@ -110,8 +61,7 @@ class CutRun(Run):
             return
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.num_ranks)]
         words = ["services.learner", "--config", str(self.config_path), "--node-id", name]
-        words += ["--set", f"run.address={self.gate.address}"]
-        self.now[name] = self._spawn(name, [sys.executable, *(torchrun if self.num_ranks > 1 else []), "-m", *words])
+        self.now[name] = self.spawn(name, [sys.executable, *(torchrun if self.num_ranks > 1 else []), "-m", *words])
 
     def start_roles(self, *names: str) -> None:
         """Start several; all, if none is named."""
@@ -144,14 +94,11 @@ class CutRun(Run):
     def between_publish_and_commit(self, step: int) -> None:
         """Until the engine has a version that the journal hasn't: the commit of ``step`` (or of the one after it) is held back."""
         self.wait_for_step(step - 1)
-        self.gate.caught.clear()
-        self.gate.shut.set()
-        assert self.gate.caught.wait(120), self.logs()
+        self.proxy.add("drop", "step_committed", direction="up").wait(120)
         status = self.status()
         assert status is not None
         holds = [node["holds"].split("/")[0] for node in status["nodes"] if node["role"] == "rollout"]
         assert holds == [f"v{status['version'] + 1}"]
-        self.gate.shut.clear()
 
     def outcome(self) -> dict[str, Any]:
         """Everything that must be equal, when all have left."""

@@ -70,7 +70,7 @@ class Process:
 
     def __init__(self, world: World, name: str, life: int) -> None:
         self.world, self.name, self.identity = world, name, f"{name}#{life}".encode()
-        self.alive, self.welcomed = True, False
+        self.alive = True
         self.capacity = 3
         self.run_uid = ""
         self.leases: dict[str, Any] = {}
@@ -122,7 +122,9 @@ class Process:
         if re in self.pending:
             request, sent = self.pending.pop(re)
             if isinstance(message, m.Welcome):
-                self.run_uid, self.welcomed = message.run_uid, True
+                if not self.run_uid:
+                    self.beat()
+                self.run_uid = message.run_uid
                 for seq, (open_request, its_arrays) in list(self.pending.items()):
                     self.world.say(self, seq, open_request, its_arrays)
             elif isinstance(message, m.Refused):

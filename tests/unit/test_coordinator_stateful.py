@@ -83,6 +83,10 @@ class Model(World):
     def pool(self):
         return self.coordinator.pool
 
+    def start(self):
+        super().start()
+        self.lost_before = self.pool.ledger.lost
+
     def crash(self, *, durable, num_sent):
         self.slack += sum(
             tokens_of(message, arrays) for node in self.live(Rollout) for message, arrays in node.pending.values()
@@ -191,8 +195,13 @@ class Model(World):
     def _check_tokens(self):
         """The coordinator never counts more tokens than were generated."""
         generated = sum(node.generated for node in self.nodes if isinstance(node, Rollout))
-        received = self.pool.ledger.received
-        assert received <= generated + self.slack, f"{received} tokens received, {generated} generated"
+        written_off = sum(self.coordinator._written_off.values())
+        assert self.pool.ledger.lost == self.lost_before + written_off, (
+            "lost is what was written off and not taken back"
+        )
+        in_flight = sum(node.tokens_in_flight for node in self.coordinator.members.nodes.values())
+        counted = self.pool.ledger.received + in_flight
+        assert counted <= generated + self.slack, f"{counted} tokens counted, {generated} generated"
 
     # ---- everybody does what it should ----
 
@@ -336,8 +345,12 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def time_passes(self, seconds, silent, capacity):
         """Everybody beats in time, but for one, which may have been too busy; the others' capacity changes."""
         world = self.world
-        world.clock.now += seconds
         silent_node = None if silent is None else pick(world.live(object), silent)
+        if silent_node:
+            silent_node.write_everywhere()
+            silent_node.beat()
+            world.pump()
+        world.clock.now += seconds
         for node in world.live(object):
             node.capacity = capacity
             if node is not silent_node:
