@@ -39,8 +39,8 @@ from bench.baselines import BASELINES, missing
 from bench.corpora import REFERENCE_S, ROOT, Completion, completions, fenced, sample, suite_of
 from bench.load import burners
 from protocol import messages as m
-from protocol.channel import CoordinatorSocket
 from protocol.codec import Received
+from protocol.router import CoordinatorSocket
 from protocol.suites import TestSuite, parse_suite
 from protocol.verdicts import JudgeResult
 from protocol.versions import VersionTag

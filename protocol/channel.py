@@ -1,4 +1,4 @@
-"""The two sockets of a run: the coordinator's ``CoordinatorSocket`` (ROUTER) and a node's ``NodeChannel`` (DEALER).
+"""A node's side of a run: ``NodeChannel``, a DEALER that talks to the coordinator's ROUTER (``protocol.router``).
 
 Why nothing is lost: whatever must arrive is a *request* with a sequence number, kept by the node until its answer comes, and
 sent again when the coordinator comes back or the answer is late. The coordinator answers only after the effect is durable,
@@ -15,7 +15,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ import structlog
 import zmq
 import zmq.asyncio
 
-from common.errors import ConfigError, PeerError, ProtocolError
+from common.errors import PeerError, ProtocolError
 from common.loop_watch import LoopWatch
 from common.recorder import RECORDER
 from common.waits import Overdue, Wait, WaitTable
@@ -41,140 +41,13 @@ from protocol.messages import (
     WaitInfo,
     Welcome,
 )
+from protocol.router import HIGH_WATER_MARK
 from protocol.security import Keys
 
 log = structlog.get_logger()
 
-HIGH_WATER_MARK = 10_000  # messages for one peer
-MAX_TAKEN = 512  # messages at one wake-up: what else the loop has to do comes in between
 HELLO_AGAIN_S = 5.0  # a hello or its answer may be lost with a coordinator that dies
 MAX_WAITS = 100  # in one heartbeat, the oldest first: more would tell nobody more
-
-
-def is_loopback(address: str) -> bool:
-    """Whether a ``tcp://host:port`` or ``ipc://`` address can't be reached from another machine."""
-    if address.startswith(("ipc://", "inproc://")):
-        return True
-    host = address.removeprefix("tcp://").rsplit(":", 1)[0].strip("[]")
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
-Outgoing = tuple[bytes, Message, int, Mapping[str, Array] | None]  # identity, message, seq that it answers or 0, arrays
-
-
-class CoordinatorSocket:
-    """ROUTER: messages in with the sender's identity, messages out to an identity. Bad frames are refused, not raised.
-
-    A plain socket under asyncio's selector, not ``zmq.asyncio``: one wake-up takes in all that has arrived, and sending never
-    waits. Frames are copied: they are small against the cost of ZeroMQ's bookkeeping for those that are not.
-    """
-
-    def __init__(self, bind: str, run_id: str, *, keys: Keys | None = None) -> None:
-        """Bind; with ``keys``, only their holders get in.
-
-        Raises:
-            ConfigError: the address is taken or malformed.
-        """
-        self.run_id = run_id
-        self._context = zmq.asyncio.Context()  # the authenticator's; our socket is a plain one
-        self._socket: Any = zmq.Socket(
-            self._context, zmq.ROUTER
-        )  # pyzmq's types know sockets of its own kind of context only
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_ARRAY_BYTES)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._seq = itertools.count(1)
-        self._loop = asyncio.get_running_loop()
-        self._arrival = asyncio.Event()
-        self._authenticator = None if keys is None else keys.authenticator(self._context)
-        if keys is not None:
-            keys.secure_server(self._socket)
-        try:
-            self._socket.bind(bind)
-        except zmq.ZMQError as error:
-            self.close()
-            raise ConfigError(
-                f"The coordinator can't listen on {bind}: {error.strerror}. "
-                "If another run is using the port, stop it or choose another with --set run.address=tcp://HOST:PORT."
-            ) from None
-        self._loop.add_reader(self._socket.FD, self._arrival.set)
-
-    async def recv(self) -> list[tuple[bytes, Received]]:
-        """All good messages that have arrived, at least one, with the identities that they came from.
-
-        Bad ones are answered with ``Refused`` and logged.
-        """
-        while True:
-            self._arrival.clear()
-            if messages := self._take():
-                return messages
-            await self._arrival.wait()
-
-    def _take(self) -> list[tuple[bytes, Received]]:
-        messages = []
-        for _ in range(MAX_TAKEN):
-            try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            try:
-                received = decode(frames)
-                if received.run_id not in ("", self.run_id):
-                    raise ForeignPeer(
-                        f"This coordinator serves run {self.run_id!r}; the message is of run {received.run_id[:64]!r}. "
-                        "Two runs share an address, or the config names another run."
-                    )
-                messages.append((identity, received))
-            except ProtocolError as error:
-                log.warning("message_refused", peer=identity.decode(errors="replace"), reason=str(error))
-                self.send(identity, Refused(reason=str(error), fatal=isinstance(error, ForeignPeer)))
-        return messages
-
-    def send(
-        self, identity: bytes, message: Message, *, re: int = 0, arrays: Mapping[str, Array] | None = None
-    ) -> bool:
-        """Send; False when the peer is gone or doesn't read (its leases will expire, and its requests come again)."""
-        try:
-            return self._send(identity, message, re, arrays)
-        finally:
-            self._look_again()
-
-    def send_all(self, messages: Iterable[Outgoing]) -> None:
-        """``send`` each."""
-        for identity, message, re, arrays in messages:
-            self._send(identity, message, re, arrays)
-        self._look_again()
-
-    def _send(self, identity: bytes, message: Message, re: int, arrays: Mapping[str, Array] | None) -> bool:
-        frames = encode(message, run_id=self.run_id, seq=next(self._seq), re=re, arrays=arrays)
-        try:
-            self._socket.send(identity, zmq.NOBLOCK | zmq.SNDMORE)
-            if arrays is None:
-                self._socket.send(frames[0], zmq.NOBLOCK)
-            else:
-                self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:
-            log.info(
-                "peer_unreachable", peer=identity.decode(errors="replace"), kind=message.kind, error=error.strerror
-            )
-            return False
-        return True
-
-    def _look_again(self) -> None:
-        """ZeroMQ's descriptor tells of a change once, and sending may have taken that in."""
-        if self._socket.EVENTS & zmq.POLLIN:
-            self._arrival.set()
-
-    def close(self) -> None:
-        """Close the socket; queued answers get up to one second to leave."""
-        self._loop.remove_reader(self._socket.FD)
-        self._socket.close()
-        if self._authenticator is not None:
-            self._authenticator.stop()
-        self._context.term()
 
 
 @dataclass(slots=True)

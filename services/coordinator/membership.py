@@ -105,9 +105,7 @@ class Members:
 
     def beat(self, node: Node, beat: Heartbeat, now: float) -> list[str]:
         """Apply a heartbeat; returns the leases that the node holds but no longer owns."""
-        if (
-            not node.counters
-        ):  # first beat of a session: what it has settled with an earlier coordinator is in the journal
+        if not node.counters:  # first beat of a session; what it settled with a coordinator before is in the journal
             node.delivered_tokens += int(beat.counters.get("settled_tokens", 0))
         node.seen_at, node.capacity, node.waits = now, beat.capacity, beat.waits
         node.holds = beat.holds  # its word on a late update, whose round is over

@@ -18,8 +18,8 @@ import structlog
 
 from common.recorder import MAX_REPORT_BYTES, RECORDER, write_atomically
 from protocol import messages as m
-from protocol.channel import CoordinatorSocket
 from protocol.codec import Received
+from protocol.router import CoordinatorSocket
 from services.coordinator.membership import Node, Reply
 
 log = structlog.get_logger()

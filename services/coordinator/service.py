@@ -27,9 +27,9 @@ from common.lifecycle import StopSignal
 from common.loop_watch import LoopWatch
 from common.recorder import RECORDER, write_atomically
 from protocol import messages as m
-from protocol.channel import CoordinatorSocket, Outgoing, is_loopback
 from protocol.codec import Array, Received
 from protocol.config import RunConfig
+from protocol.router import CoordinatorSocket, Outgoing, is_loopback
 from protocol.tasks import Task, fingerprint, load_tasks
 from protocol.versions import VersionTag
 from services.coordinator.config import CoordinatorConfig

@@ -16,21 +16,15 @@ class FakeEngineConfig(StrictModel):
     tokens_per_s: float = Field(default=2000.0, gt=0)  # for each sequence
     num_tokens: int = Field(default=16, gt=0)
     fail_every: int = Field(default=0, ge=0)  # every n-th group fails; 0: none
-    engine_dies_at: int = Field(
-        default=0, ge=0
-    )  # the engine is gone from the n-th group on, and the node with it; 0: never
+    engine_dies_at: int = Field(default=0, ge=0)  # at the n-th group, and the node with it; 0: never
     fail_update_at: int = Field(default=0, ge=0)  # the update to this version fails; 0: none
     # What happens to prompts that hold one of these texts; "": none does.
     never_ends_on: str = ""  # the generation goes on for ever, and yields nothing
     dies_on: str = ""  # the process kills itself, as an engine does that crashes
     slow_on: str = ""  # each token takes 20 times as long
     update_s: float = Field(default=0.0, ge=0)  # an update takes so long at least
-    keep_weights_from: int = Field(
-        default=0, ge=0
-    )  # from this version on it says that it has the new weights, and keeps the old
-    logprobs_tell_weights: bool = (
-        False  # log-probabilities depend on the weights, as a model's do (learner.fake_gap_alarm)
-    )
+    keep_weights_from: int = Field(default=0, ge=0)  # from this version on it says that it took weights, and didn't
+    logprobs_tell_weights: bool = False  # log-probs depend on the weights, as a model's do (learner.fake_gap_alarm)
 
 
 class RolloutConfig(StrictModel):

@@ -154,16 +154,12 @@ class RolloutNode:
             await asyncio.shield(self._tell(cancelled, f"acknowledgement that group {lease.group_id} is given back"))
         except (PeerError, WaitTimeout):
             pass  # ``channel.failed`` carries it, and ends the node
-        except (
-            EngineDied
-        ) as error:  # it would fail every lease at once, of healthy tasks: the node goes, and others take them
+        except EngineDied as error:  # it would fail every lease, of healthy tasks: the node goes, others take them
             if not self.channel.failed.done():
                 log.error("engine_died", error=str(error))
                 self.channel.failed.set_exception(error)
                 self.channel.failed.exception()  # seen: ``guard`` raises it
-        except (
-            Exception
-        ) as error:  # whatever else the engine raises ends this lease only; the coordinator counts the attempt
+        except Exception as error:  # ends this lease only, and the coordinator counts the attempt
             log.exception("lease_failed", group=lease.group_id)
             failed = m.LeaseFailed(lease_id=lease.lease_id, error=f"{type(error).__name__}: {error}")
             await self._tell(failed, f"acknowledgement that group {lease.group_id} failed")
@@ -215,9 +211,7 @@ class RolloutNode:
                 await self.engine.form_groups(plan, member)
             with self.waits.named(f"go for {plan.tag}", on="coordinator", **limit):
                 answer = (await self.channel.request(m.SyncReady(sync_id=plan.sync_id))).message
-                if isinstance(
-                    answer, m.SyncAborted
-                ):  # by a coordinator that has restarted, or that has given up on this node
+                if isinstance(answer, m.SyncAborted):  # the coordinator has restarted, or given up on this node
                     log.warning("sync_aborted", reason=answer.reason)
                     return
                 await go

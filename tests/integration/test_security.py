@@ -6,10 +6,11 @@ import pytest
 
 from common.errors import ConfigError, PeerError
 from common.waits import WaitTable
-from protocol.channel import CoordinatorSocket, NodeChannel
+from protocol.channel import NodeChannel
 from protocol.client import ask
 from protocol.config import RunConfig
 from protocol.messages import StatusReply, StatusRequest, Welcome
+from protocol.router import CoordinatorSocket
 from protocol.security import read_keys, write_keys
 from protocol.versions import VersionTag
 from services.coordinator.config import CoordinatorConfig

@@ -78,7 +78,7 @@ def test_every_message_has_a_producer_and_only_those_that_are_for_all_have_more_
         "SyncReady": {"services/learner", "services/rollout"},
         "SyncFailed": {"services/learner", "services/rollout"},
         "StopRequest": {"services/cli.py", "services/up.py"},
-        "Refused": {"protocol/channel.py", "services/coordinator"},
+        "Refused": {"protocol/router.py", "services/coordinator"},
     }
     for name, places in producers().items():
         if name in both_sides:

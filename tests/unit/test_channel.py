@@ -11,8 +11,9 @@ import zmq.asyncio
 from common.errors import ConfigError, PeerError
 from common.waits import WaitTable
 from protocol import messages as m
-from protocol.channel import CoordinatorSocket, NodeChannel, is_loopback
+from protocol.channel import NodeChannel
 from protocol.codec import decode, encode, peek, seal
+from protocol.router import CoordinatorSocket, is_loopback
 
 TAG = m.VersionTag(version=0)
 

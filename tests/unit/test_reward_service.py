@@ -10,8 +10,9 @@ import pytest
 from common.errors import PeerError
 from common.waits import WaitTable
 from protocol import messages as m
-from protocol.channel import CoordinatorSocket, NodeChannel
+from protocol.channel import NodeChannel
 from protocol.config import RunConfig
+from protocol.router import CoordinatorSocket
 from protocol.suites import AssertSuite, CallSuite
 from protocol.verdicts import JudgeResult, TestResult, Verdict
 from services.reward.config import RewardConfig

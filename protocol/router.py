@@ -1,0 +1,151 @@
+"""The coordinator's side of a run: a ROUTER to which every node's ``NodeChannel`` (``protocol.channel``) connects.
+
+Why nothing is lost: the coordinator answers a request only after its effect is durable, and a node keeps it until then. Why nothing grows
+without bound: ZeroMQ's queues have a high-water mark, messages to a peer that doesn't read are dropped (its requests come again),
+and one wake-up takes in so many messages and no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import structlog
+import zmq
+import zmq.asyncio
+
+from common.errors import ConfigError, ProtocolError
+from protocol.codec import MAX_ARRAY_BYTES, Array, ForeignPeer, Received, decode, encode
+from protocol.messages import Message, Refused
+from protocol.security import Keys
+
+log = structlog.get_logger()
+
+HIGH_WATER_MARK = 10_000  # messages for one peer
+Outgoing = tuple[bytes, Message, int, Mapping[str, Array] | None]  # identity, message, seq that it answers or 0, arrays
+
+MAX_TAKEN = 512  # messages at one wake-up: what else the loop has to do comes in between
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a ``tcp://host:port`` or ``ipc://`` address can't be reached from another machine."""
+    if address.startswith(("ipc://", "inproc://")):
+        return True
+    host = address.removeprefix("tcp://").rsplit(":", 1)[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+class CoordinatorSocket:
+    """ROUTER: messages in with the sender's identity, messages out to an identity. Bad frames are refused, not raised.
+
+    A plain socket under asyncio's selector, not ``zmq.asyncio``: one wake-up takes in all that has arrived, and sending never
+    waits. Frames are copied: they are small against the cost of ZeroMQ's bookkeeping for those that are not.
+    """
+
+    def __init__(self, bind: str, run_id: str, *, keys: Keys | None = None) -> None:
+        """Bind; with ``keys``, only their holders get in.
+
+        Raises:
+            ConfigError: the address is taken or malformed.
+        """
+        self.run_id = run_id
+        self._context = zmq.asyncio.Context()  # the authenticator's kind
+        # A plain one: pyzmq's types know sockets of their own kind of context only.
+        self._socket: Any = zmq.Socket(self._context, zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_ARRAY_BYTES)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._seq = itertools.count(1)
+        self._loop = asyncio.get_running_loop()
+        self._arrival = asyncio.Event()
+        self._authenticator = None if keys is None else keys.authenticator(self._context)
+        if keys is not None:
+            keys.secure_server(self._socket)
+        try:
+            self._socket.bind(bind)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(
+                f"The coordinator can't listen on {bind}: {error.strerror}. "
+                "If another run is using the port, stop it or choose another with --set run.address=tcp://HOST:PORT."
+            ) from None
+        self._loop.add_reader(self._socket.FD, self._arrival.set)
+
+    async def recv(self) -> list[tuple[bytes, Received]]:
+        """All good messages that have arrived, at least one, with the identities that they came from.
+
+        Bad ones are answered with ``Refused`` and logged.
+        """
+        while True:
+            self._arrival.clear()
+            if messages := self._take():
+                return messages
+            await self._arrival.wait()
+
+    def _take(self) -> list[tuple[bytes, Received]]:
+        messages = []
+        for _ in range(MAX_TAKEN):
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            try:
+                received = decode(frames)
+                if received.run_id not in ("", self.run_id):
+                    raise ForeignPeer(
+                        f"This coordinator serves run {self.run_id!r}; the message is of run {received.run_id[:64]!r}. "
+                        "Two runs share an address, or the config names another run."
+                    )
+                messages.append((identity, received))
+            except ProtocolError as error:
+                log.warning("message_refused", peer=identity.decode(errors="replace"), reason=str(error))
+                self.send(identity, Refused(reason=str(error), fatal=isinstance(error, ForeignPeer)))
+        return messages
+
+    def send(
+        self, identity: bytes, message: Message, *, re: int = 0, arrays: Mapping[str, Array] | None = None
+    ) -> bool:
+        """Send; False when the peer is gone or doesn't read (its leases will expire, and its requests come again)."""
+        try:
+            return self._send(identity, message, re, arrays)
+        finally:
+            self._look_again()
+
+    def send_all(self, messages: Iterable[Outgoing]) -> None:
+        """``send`` each."""
+        for identity, message, re, arrays in messages:
+            self._send(identity, message, re, arrays)
+        self._look_again()
+
+    def _send(self, identity: bytes, message: Message, re: int, arrays: Mapping[str, Array] | None) -> bool:
+        frames = encode(message, run_id=self.run_id, seq=next(self._seq), re=re, arrays=arrays)
+        try:
+            self._socket.send(identity, zmq.NOBLOCK | zmq.SNDMORE)
+            if arrays is None:
+                self._socket.send(frames[0], zmq.NOBLOCK)
+            else:
+                self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            log.info(
+                "peer_unreachable", peer=identity.decode(errors="replace"), kind=message.kind, error=error.strerror
+            )
+            return False
+        return True
+
+    def _look_again(self) -> None:
+        """ZeroMQ's descriptor tells of a change once, and sending may have taken that in."""
+        if self._socket.EVENTS & zmq.POLLIN:
+            self._arrival.set()
+
+    def close(self) -> None:
+        """Close the socket; queued answers get up to one second to leave."""
+        self._loop.remove_reader(self._socket.FD)
+        self._socket.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
