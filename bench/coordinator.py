@@ -48,6 +48,7 @@ GROUP_SIZE = 8
 GROUPS_PER_STEP = 64
 NUM_NODES = 16  # of rollout, and of reward
 BEAT_S = 1.0
+CHECKPOINT_STEPS = 20  # of the learner: samples of older steps leave the journal
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -170,7 +171,10 @@ class Load:
         elif kind == "batch":
             self.num_trained += len(decode(frames).message.samples)  # type: ignore[attr-defined]
             self.version = body["step"]
-            peer.say(StepCommitted(step=self.version, metrics={"train/loss": 0.5}, checkpoint_step=self.version))
+            saved = self.version // CHECKPOINT_STEPS * CHECKPOINT_STEPS
+            peer.say(
+                StepCommitted(step=self.version, metrics={"train/loss": 0.5}, checkpoint_step=saved, replay_from=saved)
+            )
             self._beat()
             peer.say(BatchRequest(step=self.version + 1))
         elif kind == "resync":  # the update itself is measured elsewhere
