@@ -49,6 +49,7 @@ log = structlog.get_logger()
 TICK_S = 0.2
 STALL_S = 1.0  # a tick that is so late means that this process stood still
 KEPT_ANSWERS = 8192  # of each node: far more than it can have open
+KEPT_WRITTEN_OFF = 1000  # processes: who was taken for dead long ago does not come back
 KEEP_STATUS_S = 5.0  # how old the last status may be that a kill -9 leaves in the run's folder
 
 
@@ -82,7 +83,8 @@ class Coordinator:
         self._outbox: list[Outgoing] = []
         # Of each node: what its last requests were answered.
         self._answers: dict[bytes, OrderedDict[int, m.Message]] = {}
-        self._written_off: dict[bytes, int] = {}  # tokens in flight of processes that were taken for dead
+        # Identity -> tokens in flight of processes that were taken for dead, of which some may only be cut off.
+        self._written_off: dict[str, int] = json.loads(journal.meta.get("written_off", "{}"))
         self._sends: asyncio.Queue[tuple[Awaitable[None] | None, list[Outgoing]]] = asyncio.Queue()
         self._ended = asyncio.Event()
         self._failure: ForebayError | None = None
@@ -319,7 +321,11 @@ class Coordinator:
             self._drop_node(node_id, "replaced by a new process", died=True)
         node = self.members.join(hello, identity, time.monotonic())
         self._answers[identity] = OrderedDict()
-        self.pool.count_lost(-self._written_off.pop(identity, 0))  # it was cut off, not dead: what it had will come
+        if back := self._written_off.pop(
+            identity.decode(errors="replace"), 0
+        ):  # it was cut off, not dead: what it had will come
+            self.pool.count_lost(-back)
+            self._record_written_off()
         self.leases.claim(node, hello.open_leases)
         self._record_nodes()
         if hello.role == "learner":
@@ -334,6 +340,10 @@ class Coordinator:
         """Who is in the run, for the next life of this coordinator."""
         working = [node.node_id for node in self.members.nodes.values() if node.role != "learner"]
         self.pool.records.append(Record("meta", ("nodes", json.dumps(working))))
+
+    def _record_written_off(self) -> None:
+        recent = dict([*self._written_off.items()][-KEPT_WRITTEN_OFF:])
+        self.pool.records.append(Record("meta", ("written_off", json.dumps(recent))))
 
     def _refusal(self, hello: m.Hello) -> str:
         if self.state != "running":
@@ -376,7 +386,8 @@ class Coordinator:
             self.reports.node_died(node, reason)
         if lost := node.tokens_in_flight:
             self.pool.count_lost(lost)
-            self._written_off[node.identity] = lost
+            self._written_off[node.identity.decode(errors="replace")] = lost
+            self._record_written_off()
         self._record_nodes()
         self._answers.pop(node.identity, None)
         self.leases.interrupted(leases, died=reason if died else "")

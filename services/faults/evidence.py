@@ -285,10 +285,7 @@ def _check_generated(verdict: Verdict, books: Books, seen: Sequence[Seen]) -> No
     most = sum(max(counted[identity], delivered[identity]) for identity in {*counted, *delivered})
     if not seen or not books.ledger:
         return
-    received = (
-        books.ledger["received"] - books.ledger["lost"]
-    )  # a node that was given up may come back and deliver what it had
-    if received > most:
+    if (received := books.ledger["received"]) > most:
         text = f"received {received} tokens, and the engines can have made {most} at most"
         verdict.problems.append(f"the ledger counts tokens more than once: it has {text}")
 
