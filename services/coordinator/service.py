@@ -49,6 +49,7 @@ log = structlog.get_logger()
 TICK_S = 0.2
 STALL_S = 1.0  # a tick that is so late means that this process stood still
 KEPT_ANSWERS = 8192  # of each node: far more than it can have open
+KEPT_PROCESSES = 64  # whose answers are kept although they are gone: they may be cut off
 KEPT_WRITTEN_OFF = 1000  # processes: who was taken for dead long ago does not come back
 KEEP_STATUS_S = 5.0  # how old the last status may be that a kill -9 leaves in the run's folder
 
@@ -81,8 +82,8 @@ class Coordinator:
         self.loop_watch = LoopWatch()
         self.reports = Reports(Path(run.run_dir), reply=self._reply)
         self._outbox: list[Outgoing] = []
-        # Of each node: what its last requests were answered.
-        self._answers: dict[bytes, OrderedDict[int, m.Message]] = {}
+        # Of each process: what its last requests were answered, and at which of its joinings. Kept when it is taken for dead.
+        self._answers: OrderedDict[bytes, OrderedDict[int, tuple[m.Message, float]]] = OrderedDict()
         # Identity -> tokens in flight of processes that were taken for dead, of which some may only be cut off.
         self._written_off: dict[str, int] = json.loads(journal.meta.get("written_off", "{}"))
         self._sends: asyncio.Queue[tuple[Awaitable[None] | None, list[Outgoing]]] = asyncio.Queue()
@@ -277,10 +278,9 @@ class Coordinator:
             if isinstance(message, m.Heartbeat):
                 self._reply(identity, m.HeartbeatAck(known=False), re)
             return None  # anything else is sent again after the hello that the heartbeat's answer asks for
-        if (
-            answer := self._answers.get(identity, {}).get(re)
-        ) is not None:  # the answer was lost, or the request came twice
-            return self._outbox.append((identity, answer, re, None))
+        given = self._answers.get(identity, {}).get(re)
+        if given is not None:  # the answer was lost, or the request came twice
+            return self._answer_again(node, received, *given)
         handler = self._handlers.get(type(message))
         if handler is None:
             return self._reply(identity, m.Refused(reason=f"A coordinator takes no {message.kind}."), re)
@@ -295,6 +295,12 @@ class Coordinator:
         self._keep_status()
         await self.reports.finish()
         self._reply(identity, m.Ack(accepted=not silent, reason=silent and f"no report from {silent}"), re)
+
+    def _answer_again(self, node: Node, received: Received, answer: m.Message, joined_at: float) -> None:
+        if isinstance(received.message, m.SampleResult) and joined_at != node.joined_at:
+            # Its tokens were counted before it was cut off, and it did not hear of that: they are in flight no more.
+            node.delivered_tokens += int(received.arrays["completion_ids"].size)
+        self._outbox.append((node.identity, answer, received.seq, None))
 
     def _on_hello(self, identity: bytes, re: int, hello: m.Hello) -> None:
         reason = self._refusal(hello)
@@ -320,7 +326,10 @@ class Coordinator:
         for node_id in replaced:
             self._drop_node(node_id, "replaced by a new process", died=True)
         node = self.members.join(hello, identity, time.monotonic())
-        self._answers[identity] = OrderedDict()
+        self._answers.setdefault(identity, OrderedDict())
+        self._answers.move_to_end(identity)
+        for old in [other for other in self._answers if not self.members.by_identity(other)][:-KEPT_PROCESSES]:
+            del self._answers[old]
         if back := self._written_off.pop(
             identity.decode(errors="replace"), 0
         ):  # it was cut off, not dead: what it had will come
@@ -389,7 +398,6 @@ class Coordinator:
             self._written_off[node.identity.decode(errors="replace")] = lost
             self._record_written_off()
         self._record_nodes()
-        self._answers.pop(node.identity, None)
         self.leases.interrupted(leases, died=reason if died else "")
         self.steps.node_left(node)
         self.updates.node_left(node, reason)
@@ -458,7 +466,8 @@ class Coordinator:
         self, identity: bytes, message: m.Message, re: int = 0, arrays: Mapping[str, Array] | None = None
     ) -> None:
         if re and arrays is None and (answers := self._answers.get(identity)) is not None:
-            answers[re] = message
+            node = self.members.by_identity(identity)
+            answers[re] = message, node.joined_at if node else 0.0
             if len(answers) > KEPT_ANSWERS:
                 answers.popitem(last=False)
         self._outbox.append((identity, message, re, arrays))

@@ -284,3 +284,27 @@ def test_a_node_that_did_not_hear_of_the_end_is_told_again(tmp_path, desks):
     assert of(m.Shutdown, desk.say("tool", m.StopRequest(reason="enough")))
     [(to, shutdown)] = of(m.Shutdown, desk.say("judge#1", m.Heartbeat(capacity=2)))
     assert (to, shutdown.reason) == ("judge#1", "enough")
+
+
+def test_a_result_whose_acknowledgement_was_lost_in_a_cut_is_counted_once(tmp_path, desks, clock):
+    """Also when its group has been trained meanwhile, so that nothing but the request itself tells that it came before."""
+    desk = Desk(tmp_path, min_group_size=2)
+    desks.append(desk)
+    (_, lease), *_ = of(m.GenerateLease, desk.join("rollout", "gen"))
+    desk.join("reward", "judge")
+    sent = desk.sample("gen#1", lease, 0)
+    desk.seq = 70
+    sent += desk.sample("gen#1", lease, 1)
+    for index, (_, score) in enumerate(of(m.ScoreLease, sent)):
+        desk.score("judge#1", score, RIGHT.model_copy(update={"reward": float(index)}))
+    die(desk, clock, "gen")
+    pool = desk.coordinator.pool
+    assert pool.take_batch(1)
+    pool.commit(1, {})
+    rejoin(desk, "rollout", "gen", [])
+    desk.seq = 70  # the request that was not answered, as it was
+    [(_, ack)] = of(m.Ack, desk.sample("gen#1", lease, 1))
+    node = desk.coordinator.members.nodes["gen"]
+    counters = {"generated_tokens": 6.0, "settled_tokens": 3.0}
+    desk.say("gen#1", m.Heartbeat(capacity=2, holds=m.VersionTag(version=1), counters=counters))
+    assert (ack.accepted, pool.ledger.received, pool.ledger.duplicate, node.tokens_in_flight) == (True, 6, 0, 0)
