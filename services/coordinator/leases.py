@@ -117,7 +117,7 @@ class LeaseDesk:
         if self._pool.has_sample(message.group_id, message.sample_index, received.arrays, lease_id=message.lease_id):
             self._end_if_complete(message)
             return self._reply(node.identity, ACK, received.seq)
-        if reason := sample_problem(message, received.arrays):
+        if reason := sample_problem(message, received.arrays) or self._version_problem(message):
             self._pool.count_thrown_away(num_tokens)
             log.warning("sample_refused", node=node.node_id, group=message.group_id, reason=reason)
             if lease := self._members.end_lease(message.lease_id):
@@ -137,6 +137,15 @@ class LeaseDesk:
             self._to_score.append((message.group_id, message.sample_index))
         self._end_if_complete(message)
         return self._reply(node.identity, ACK if accepted else m.Ack(accepted=False, reason="duplicate"), received.seq)
+
+    def _version_problem(self, message: m.SampleResult) -> str:
+        """Why tokens of these versions can't be of this group, or ''. Taken in, they would stop the step that trains on them."""
+        group = self._pool.groups.get(message.group_id)
+        versions = [segment.version for segment in message.segments]
+        newest = self._pool.version + 1  # published, and not committed yet
+        if group is None or group.admitted_version <= min(versions) <= max(versions) <= newest:
+            return ""
+        return f"tokens of versions {versions}; the group was admitted at {group.admitted_version}, and the newest is {newest}"
 
     def _end_if_complete(self, message: m.SampleResult) -> None:
         """The lease, too, of a node whose samples came second."""

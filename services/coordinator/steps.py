@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import structlog
 
-from common.errors import ForebayError
+from common.errors import ForebayError, InvariantError
 from protocol import messages as m
 from protocol.codec import Received
 from protocol.versions import VersionTag
@@ -91,11 +91,18 @@ class StepDesk:
     async def _replay(self, identity: bytes, seq: int, step: int) -> None:
         try:
             groups = await asyncio.to_thread(self._journal.batch, step)
-            batch, arrays = make_batch(step, groups, replay=True, publish=step == self._pool.version)
+            batch, arrays = make_batch(step, groups, replay=True, publish=self._is_last_published(step))
             self._reply(identity, batch, seq, arrays)
         except ForebayError as error:
             return self._on_replay_read(error)
+        except ValueError as error:  # of a batch that has nothing in it
+            return self._on_replay_read(InvariantError(f"The batch of step {step} can't be read again: {error}."))
         return self._on_replay_read(None)
+
+    def _is_last_published(self, step: int) -> bool:
+        """Whether no engine has had newer weights: those of a step that was published and not committed are newer, and come next."""
+        held = [node.holds.version for node in self._members.of_role("rollout") if node.holds is not None]
+        return step == self._pool.version and max(held, default=0) <= step
 
     def on_commit(self, node: Node, message: m.StepCommitted, received: Received) -> None:
         """The learner has done a step: its groups are trained, its version is the run's."""

@@ -48,10 +48,11 @@ def test_a_replay_publishes_its_last_step_once_under_a_new_incarnation(tmp_path)
         run.assert_all_exit(*roles.values())
         run.assert_finished()
         versions = [event["version"] for event in roles["a"].events("weights_updated")]
-        again = versions[versions.index(f"v{last}/1") :]
-        assert again == [f"v{version}/1" for version in range(last, 10)], (
-            "replayed ones before it stay with the learner"
-        )
+        again = [int(name[1:-2]) for name in versions if name.endswith("/1")]
+        first = max(
+            last, *(int(name[1:]) for name in versions if "/" not in name)
+        )  # that step's commit may not have come
+        assert again == list(range(first, 10)), "replayed ones before it stay with the learner, and none goes back"
 
 
 def test_samples_that_no_checkpoint_needs_leave_the_journal(tmp_path):

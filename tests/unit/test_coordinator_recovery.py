@@ -308,3 +308,40 @@ def test_a_result_whose_acknowledgement_was_lost_in_a_cut_is_counted_once(tmp_pa
     counters = {"generated_tokens": 6.0, "settled_tokens": 3.0}
     desk.say("gen#1", m.Heartbeat(capacity=2, holds=m.VersionTag(version=1), counters=counters))
     assert (ack.accepted, pool.ledger.received, pool.ledger.duplicate, node.tokens_in_flight) == (True, 6, 0, 0)
+
+
+@pytest.mark.parametrize("version", [-1, 2, 50])
+def test_a_sample_of_weights_that_its_group_can_not_have_is_refused_when_it_comes(tmp_path, desks, version):
+    """It would be in the journal, and stop the coordinator at the step that trains on it, at every start."""
+    desk = Desk(tmp_path)
+    desks.append(desk)
+    (_, lease), *_ = of(m.GenerateLease, desk.join("rollout", "gen"))
+    group = desk.coordinator.pool.groups[lease.group_id]
+    group.admitted_version = 1 if version < 0 else 0
+    segments = [m.Segment(version=max(0, version), num_tokens=3)]
+    [(_, ack)] = of(m.Ack, desk.sample("gen#1", lease, 0, segments=segments))
+    assert not ack.accepted
+    assert "the newest is 1" in ack.reason
+    assert group.samples == {}
+    assert group.generate_attempts == 1
+
+
+@pytest.mark.parametrize(("holds", "publish"), [(4, True), (5, True), (6, False)])
+async def test_a_replay_takes_no_engine_back_to_older_weights(tmp_path, desks, holds, publish):
+    """The step after the replayed ones was published before the learner died and never committed: it is published anew, and next."""
+    desk = Desk(tmp_path)
+    desks.append(desk)
+    desk.coordinator.pool.version = 5
+    desk.join("rollout", "gen")
+    desk.coordinator.members.nodes["gen"].holds = m.VersionTag(version=holds)
+    assert desk.coordinator.steps._is_last_published(5) is publish
+    assert desk.coordinator.steps._is_last_published(4) is False
+
+
+async def test_a_replay_without_samples_ends_the_run_and_does_not_keep_the_learner_waiting(tmp_path, desks):
+    desk = Desk(tmp_path)
+    desks.append(desk)
+    desk.coordinator._flush = lambda: None
+    await desk.coordinator.steps._replay(b"learner#1", 1, 3)
+    assert desk.coordinator.state == "failed"
+    assert "batch of step 3 can't be read again" in desk.coordinator.end_reason
