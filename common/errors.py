@@ -6,7 +6,8 @@
     |- ProtocolError            exit  4   a frame or message breaks the protocol
     |- WaitTimeout              exit  5   a named wait passed its deadline
     |- InvariantError           exit  6   the ledger, a version or the journal contradicts itself
-    `- TrainingError            exit  7   NaN, engine-trainer mismatch past the alarm: the weights are not to be trusted
+    |- TrainingError            exit  7   NaN, engine-trainer mismatch past the alarm: the weights are not to be trusted
+    `- GivenUp                  exit  9   nothing but failures comes back: a run that goes on would go nowhere
 
 ``forebay judge`` ends with 0 for ``accepted`` and 1 for any other verdict. It, and ``forebay reward --once``, end with 8 where the judge
 has no verdict (``infra_error``): of the completion, or of some of the lines.
@@ -60,3 +61,9 @@ class TrainingError(ForebayError):
     """The numbers of a step can't be trusted (NaN, mismatch past the alarm). Raised before the weights change."""
 
     exit_code = 7
+
+
+class GivenUp(ForebayError):
+    """The run can't go on, and starting it again changes nothing: every task is out, or every group fails. The message has the last cause."""
+
+    exit_code = 9

@@ -34,7 +34,8 @@ from services.config import Config, load_config, require_consistent
 POLL_S = 0.5
 START_TIMEOUT_S = 30.0
 DONE = (0, 130, 143)  # it ended in order, by itself or because somebody told it to
-NOT_RESTARTED = (2, 3, 6, 7)  # an error that would come again (common/errors.py)
+NOT_RESTARTED = (2, 3, 6, 7, 9)  # an error that would come again (common/errors.py)
+RUN_IS_OVER = (*NOT_RESTARTED, 5)  # of the coordinator: it has told everybody to leave
 
 
 @dataclass
@@ -261,11 +262,16 @@ class Fleet:
                 continue
             if code in DONE:
                 child.done = True
-            elif code in NOT_RESTARTED or child.restarts >= self.config.up.max_restarts:
-                raise ForebayError(
+            elif (
+                code in (RUN_IS_OVER if child is self.coordinator else NOT_RESTARTED)
+                or child.restarts >= self.config.up.max_restarts
+            ):
+                error = ForebayError(
                     f"{child.name} ended with exit code {code}: {child.last_words()}\n"
                     f"All that is known of the run, in one archive: forebay postmortem {self.run_dir}"
                 )
+                error.exit_code = max(1, code)
+                raise error
             else:
                 child.restarts += 1
                 self.console.print(

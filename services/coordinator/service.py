@@ -22,7 +22,7 @@ from typing import Any
 
 import structlog
 
-from common.errors import ConfigError, ForebayError, InvariantError, ProtocolError, WaitTimeout
+from common.errors import ConfigError, ForebayError, GivenUp, InvariantError, ProtocolError, WaitTimeout
 from common.lifecycle import StopSignal
 from common.loop_watch import LoopWatch
 from common.recorder import RECORDER, write_atomically
@@ -233,9 +233,7 @@ class Coordinator:
             self._give_out()
         if self.pool.hopeless and self.state == "running":
             self._fail(
-                ForebayError(
-                    f"{self.pool.hopeless} The journal keeps what there is; mend the cause and resume the run."
-                )
+                GivenUp(f"{self.pool.hopeless} The journal keeps what there is; mend the cause and resume the run.")
             )
         records = self.pool.drain_records()
         outbox, self._outbox = self._outbox, []

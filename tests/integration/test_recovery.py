@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from loop_harness import Run
+from loop_harness import Run, processes_of
 
 
 def test_work_at_hand_survives_a_restart_of_the_coordinator(tmp_path):
@@ -66,3 +66,16 @@ def test_samples_that_no_checkpoint_needs_leave_the_journal(tmp_path):
         assert oldest[8] < first <= oldest[11] <= last, (
             "what the last checkpoints had trained is gone, the rest is there"
         )
+
+
+def test_forebay_up_does_not_start_a_run_again_that_has_given_up(tmp_path):
+    """Everybody was told to leave: a new coordinator would be alone, and wait for its limit once more."""
+    with Run(
+        tmp_path, {"coordinator.no_progress_timeout_s": 50, "up.reward_nodes": 0, "coordinator.score_timeout_s": 5}
+    ) as run:
+        up = run.forebay("up", str(run.config_path), "--set", "coordinator.no_progress_timeout_s=26")
+        assert up.exit_code(90) == 5
+        text = up.log.read_text()
+        assert "coordinator ended with exit code 5: Nothing has happened for" in text
+        assert "starting it again" not in text
+        assert not processes_of(tmp_path)
