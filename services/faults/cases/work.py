@@ -52,7 +52,7 @@ def _generator_always_raises(scene: Scene) -> None:
     rule = scene.proxy.when("lease_failed", lambda _: None)
     roles["a"] = scene.run.start("rollout", "a")
     scene.inject(rule.wait())
-    scene.end(roles.pop("coordinator"), 1, says="told to fail")
+    scene.end(roles.pop("coordinator"), 9, says="told to fail")
     scene.finish(*roles.values())
 
 
