@@ -106,7 +106,7 @@ def main(config_path: Path | None, resume: Path | None, overrides: list[str]) ->
         f"[bold]{'Starting' if fresh else 'Resuming'} run {config.run.id}[/bold]; logs of every role in {run_dir / 'logs'}",
         soft_wrap=True,
     )
-    fleet = Fleet(config, run_dir, console)
+    fleet = Fleet(config, run_dir, console, [] if fresh else overrides)  # a fresh run's config has them already
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, _raise_stopped)
     try:
@@ -157,12 +157,17 @@ def _read_summary(run_dir: Path) -> view.Status | None:
     return json.loads(path.read_text()) if path.is_file() else None
 
 
+def _how_it_failed(code: int | None) -> str:
+    return f"no answer within {START_TIMEOUT_S:.0f} s" if code is None else f"exit code {code}"
+
+
 class Fleet:
     """The children of one run. The coordinator is first in and last out."""
 
-    def __init__(self, config: Config, run_dir: Path, console: Console) -> None:
+    def __init__(self, config: Config, run_dir: Path, console: Console, overrides: list[str]) -> None:
         self.config, self.run_dir, self.console = config, run_dir, console
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        self._overrides = overrides
         self._keys = config.run.read_keys()
         self._seen_nodes: set[str] = set()
         self._shown_step = 0
@@ -174,6 +179,7 @@ class Fleet:
     def _child(self, role: str, name: str, index: int = 0) -> Child:
         up = self.config.up
         argv = [sys.executable, "-m", f"services.{role}", "--config", str(self.run_dir / "config.json")]
+        argv += [word for override in self._overrides for word in ("--set", override)]
         argv += [] if role == "coordinator" else ["--node-id", name]
         env: dict[str, str] = {}
         if role == "learner" and up.learner_procs > 1:
@@ -203,7 +209,7 @@ class Fleet:
                 raise (
                     ConfigError(words)
                     if code == 2
-                    else ForebayError(f"The coordinator did not come up (exit code {code}). {words}")
+                    else ForebayError(f"The coordinator did not come up ({_how_it_failed(code)}). {words}")
                 )
             try:
                 status = view.fetch(self.config.run.address, self.config.run.id, keys=self._keys, timeout_s=0.5)

@@ -79,3 +79,15 @@ def test_forebay_up_does_not_start_a_run_again_that_has_given_up(tmp_path):
         assert "coordinator ended with exit code 5: Nothing has happened for" in text
         assert "starting it again" not in text
         assert not processes_of(tmp_path)
+
+
+def test_a_run_that_is_done_goes_on_with_more_steps(tmp_path):
+    with Run(tmp_path, {"coordinator.max_steps": 3}) as run:
+        run.assert_all_exit(run.forebay("up", str(run.config_path)))
+        run.run_dir = next((tmp_path / "runs").iterdir())
+        run.config["run"]["id"] = run.run_dir.name
+        again = run.forebay("up", "--resume", str(run.run_dir), "--set", "coordinator.max_steps=5")
+        run.assert_all_exit(again)
+        run.assert_finished(steps=5)
+        news = [line for line in again.log.read_text().splitlines() if line.startswith("step ")]
+        assert [int(line.split()[1]) for line in news] == [4, 5], "steps of the first life were shown then"
