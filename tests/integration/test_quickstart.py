@@ -53,7 +53,7 @@ def test_every_pipeline_stage_reaches_the_running_engine(tmp_path):
     ledger = summary["ledger"]
     kinds = ("trained", "buffered", "in_flight", "filtered", "failed", "duplicate", "lost")
     assert ledger["generated"] == sum(ledger[kind] for kind in kinds)
-    assert "closes: every generated token is accounted for" in output
+    assert "closes: every generated token and every group is accounted for" in output
     exported = json.loads((run_dir / "export" / "config.json").read_text())
     assert exported["model_type"] == "llama"
 
