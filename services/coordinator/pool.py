@@ -411,6 +411,8 @@ class Pool:
         while self._kept_steps and self._kept_steps[0][0] <= last:
             self._kept_steps.popleft()
         oldest = min([first for _, first in self._kept_steps] + list(self.groups), default=self.next_group_id)
+        # A learner saves once in many steps. What it needs no more then goes a little with each commit, not all in one long transaction.
+        oldest = min(oldest, self._forgotten_before + 2 * self._config.groups_per_step)
         if oldest > self._forgotten_before:
             self._record("forget_samples", oldest)
             self._record("forget_results", oldest)
