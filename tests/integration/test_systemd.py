@@ -109,7 +109,7 @@ def unprivileged_namespaces_work() -> bool:
 def isolations(run_dir: Path) -> set[str]:
     """How the completions of a run were isolated (services/reward/README.md)."""
     with closing(sqlite3.connect(run_dir / "journal.sqlite")) as journal:
-        return {json.loads(result)["isolation"] for (result,) in journal.execute("SELECT result FROM samples")}
+        return {json.loads(result)["isolation"] for (result,) in journal.execute("SELECT result FROM results")}
 
 
 @pytest.mark.slow
