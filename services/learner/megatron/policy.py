@@ -13,7 +13,6 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,44 +27,12 @@ from services.learner.architecture import read_architecture
 from services.learner.config import LearnerConfig, OptimizerConfig
 from services.learner.losses import MAX_NAMES, SUM_NAMES, TokenSums, clipped_objective
 from services.learner.megatron import checkpoint, device_map, export, hf_names
+from services.learner.megatron.batch import DeviceBatch
 from services.learner.megatron.mcore import get_forward_backward_func
 from services.learner.megatron.model import build_model, build_optimizer, choose_device, init_world
-from services.learner.megatron.spec import PackedSequences
 from services.learner.megatron.vocab import logprobs_and_entropy
 from services.learner.packing import MicroBatch, TrainSample, completion_slice, pack, plan_microbatches
 from services.learner.policy import StepStats
-
-
-@dataclass(frozen=True)
-class DeviceBatch:
-    """A packed micro-batch as tensors on the model's device; see ``MicroBatch`` for the fields."""
-
-    tokens: Tensor
-    position_ids: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    behaviour_logprobs: Tensor
-    advantages: Tensor
-    num_loss_tokens: Tensor
-    packed: PackedSequences
-
-    @classmethod
-    def of(cls, batch: MicroBatch, device: torch.device) -> DeviceBatch:
-        """Copies the arrays to ``device``."""
-
-        def move(array: NDArray[Any]) -> Tensor:
-            return torch.from_numpy(array).to(device)
-
-        return cls(
-            tokens=move(batch.tokens)[None],
-            position_ids=move(batch.position_ids)[None],
-            labels=move(batch.labels),
-            loss_mask=move(batch.loss_mask),
-            behaviour_logprobs=move(batch.behaviour_logprobs),
-            advantages=move(batch.advantages),
-            num_loss_tokens=torch.tensor(int(batch.loss_mask.sum()), dtype=torch.int, device=device),
-            packed=PackedSequences.of(move(batch.cu_seqlens), tuple(np.diff(batch.cu_seqlens).tolist())),
-        )
 
 
 class MegatronPolicy:
