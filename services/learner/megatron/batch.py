@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.learner.megatron.attention import PackedSequences
-from services.learner.packing import MicroBatch
+from services.learner.packing import MicroBatch, pack
 
 
 @dataclass(frozen=True)
@@ -44,3 +46,30 @@ class DeviceBatch:
             num_loss_tokens=torch.tensor(int(batch.loss_mask.sum()), dtype=torch.int, device=device),
             packed=PackedSequences.of(move(batch.cu_seqlens), tuple(np.diff(batch.cu_seqlens).tolist())),
         )
+
+
+def even_out(batches: Sequence[MicroBatch], multiple: int, *, alignment: int) -> list[MicroBatch]:
+    """The micro-batches in equal length, their count filled up to a ``multiple`` with such that have no samples.
+
+    For the interleaved schedule: it wants a multiple of the stages, and its exchange of varying lengths mixes up the two
+    directions between two stages. Balanced micro-batches are nearly of one length, so it costs little.
+    """
+    longest = max(len(batch.tokens) for batch in batches)
+    fillers = [pack([], [], alignment=alignment)] * (-len(batches) % multiple)
+    return [pad_to(batch, longest) for batch in [*batches, *fillers]]
+
+
+def pad_to(batch: MicroBatch, length: int) -> MicroBatch:
+    """``batch`` with zeros up to ``length`` in every array of tokens; they are one more sequence, without loss tokens."""
+    short = len(batch.tokens)
+    if short == length:
+        return batch
+    padding = length - short
+    changes: dict[str, Any] = {
+        field.name: np.concatenate([array, np.zeros(padding, array.dtype)])
+        for field in dataclasses.fields(batch)
+        if isinstance(array := getattr(batch, field.name), np.ndarray) and array.shape == (short,)
+    }
+    changes["position_ids"][short:] = np.arange(padding)
+    changes["cu_seqlens"] = np.append(batch.cu_seqlens, length).astype(batch.cu_seqlens.dtype)
+    return dataclasses.replace(batch, **changes)

@@ -27,7 +27,7 @@ from services.learner.architecture import read_architecture
 from services.learner.config import LearnerConfig, OptimizerConfig
 from services.learner.losses import MAX_NAMES, SUM_NAMES, TokenSums, clipped_objective
 from services.learner.megatron import checkpoint, device_map, export, hf_names
-from services.learner.megatron.batch import DeviceBatch
+from services.learner.megatron.batch import DeviceBatch, even_out
 from services.learner.megatron.mcore import get_forward_backward_func
 from services.learner.megatron.model import build_model, build_optimizer, choose_device, init_world
 from services.learner.megatron.vocab import logprobs_and_entropy
@@ -174,24 +174,22 @@ class MegatronPolicy:
         ddps, num_real = self.model.ddps, len(batches)
         for ddp in ddps:
             ddp.train(not forward_only)
-        batches = [*batches, *self._fillers(len(batches))]
+        seq_length = self.config.max_tokens_per_microbatch  # each micro-batch tells its own
+        if len(ddps) > 1:
+            batches = even_out(batches, self.ranks.pipeline_size, alignment=self.alignment)
+            seq_length = len(batches[0].tokens)
         feeds = [(DeviceBatch.of(batch, self.device) for batch in batches) for _ in ddps]
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=feeds if len(feeds) > 1 else feeds[0],
             model=list(ddps),
             num_microbatches=len(batches),
-            seq_length=self.config.max_tokens_per_microbatch,  # each micro-batch tells its own
+            seq_length=seq_length,
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
         return results[:num_real]
-
-    def _fillers(self, num_batches: int) -> list[MicroBatch]:
-        """Micro-batches without samples, where the interleaved schedule wants a multiple of the stages."""
-        multiple = self.ranks.pipeline_size if len(self.model.ddps) > 1 else 1
-        return [pack([], [], alignment=self.alignment)] * (-num_batches % multiple)
 
     def _forward(self, batches: Iterator[DeviceBatch], model: Any) -> tuple[DeviceBatch, Tensor]:
         batch = next(batches)
