@@ -153,10 +153,7 @@ def build_model(
         pre_process=ranks.pipeline == 0,
         post_process=ranks.is_last_stage,
         share_embeddings_and_output_weights=arch.tied_embeddings,
-        position_embedding_type="rope",
-        rotary_base=arch.rope_theta,
-        rope_scaling=arch.rope_scaling_factor is not None,
-        rope_scaling_factor=arch.rope_scaling_factor or 1.0,
+        position_embedding_type="none",  # our attention applies ``rotary``
     ).to(device)
     _mark_tensor_parallel(gpt)
     ddp = DistributedDataParallel(

@@ -30,6 +30,7 @@ from services.learner.megatron import checkpoint, device_map, export, hf_names
 from services.learner.megatron.batch import DeviceBatch
 from services.learner.megatron.mcore import get_forward_backward_func
 from services.learner.megatron.model import build_model, build_optimizer, choose_device, init_world
+from services.learner.megatron.rotary import Rotary
 from services.learner.megatron.vocab import logprobs_and_entropy
 from services.learner.packing import MicroBatch, TrainSample, completion_slice, pack, plan_microbatches
 from services.learner.policy import StepStats
@@ -61,6 +62,7 @@ class MegatronPolicy:
             self.model = build_model(config, arch, self.ranks, self.device, deterministic=deterministic)
             hf_names.load_hf(self.model, self.model_path)
             self.optimizer = build_optimizer(config, self.model)
+        self.rotary = Rotary.of(arch, self.device)
         # Sequence parallelism cuts the tokens over the tensor ranks; tensor cores like multiples of 8.
         self.alignment = math.lcm(
             self.ranks.tensor_size if config.parallel.sequence else 1, 8 if self.device.type == "cuda" else 1
@@ -173,7 +175,7 @@ class MegatronPolicy:
         self.model.ddp.train(not forward_only)
         return get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=(DeviceBatch.of(batch, self.device) for batch in batches),
+            data_iterator=(DeviceBatch.of(batch, self.rotary, self.model.config.params_dtype) for batch in batches),
             model=[self.model.ddp],
             num_microbatches=len(batches),
             seq_length=self.config.max_tokens_per_microbatch,  # each micro-batch tells its own
