@@ -41,7 +41,7 @@ def test_a_config_of_transformers_4_and_of_5_give_the_same_shape(tmp_path: Path)
         write(tmp_path, rope_theta=None, rope_parameters=nested, torch_dtype=None, dtype="bfloat16")
     )
     assert old == new
-    assert (old.head_dim, old.rope_theta, old.dtype, old.tied_embeddings) == (16, 5000.0, "bfloat16", False)
+    assert (old.head_dim, old.rope.theta, old.dtype, old.tied_embeddings) == (16, 5000.0, "bfloat16", False)
     assert old.padded_vocab_size(1) == 104
     assert old.padded_vocab_size(2) == 112
 
@@ -54,7 +54,9 @@ def test_a_config_of_transformers_4_and_of_5_give_the_same_shape(tmp_path: Path)
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "sliding-window"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+        ({"head_dim": 33}, "33 dimensions"),
     ],
 )
 def test_what_the_learner_would_not_apply_is_refused(tmp_path: Path, changes: dict, words: str) -> None:

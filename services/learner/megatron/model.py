@@ -186,10 +186,7 @@ def _build_chunk(config: TransformerConfig, arch: Architecture, ranks: Ranks, v:
         pre_process=ranks.pipeline == 0 and v == 0,
         post_process=ranks.is_last_stage and v == num_chunks - 1,
         share_embeddings_and_output_weights=arch.tied_embeddings,
-        position_embedding_type="rope",
-        rotary_base=arch.rope_theta,
-        rope_scaling=arch.rope_scaling_factor is not None,
-        rope_scaling_factor=arch.rope_scaling_factor or 1.0,
+        position_embedding_type="none",  # our attention applies ``rotary``
         vp_stage=vp_stage,
     )
 

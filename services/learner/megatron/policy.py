@@ -30,6 +30,7 @@ from services.learner.megatron import checkpoint, device_map, export, hf_names
 from services.learner.megatron.batch import DeviceBatch, even_out
 from services.learner.megatron.mcore import get_forward_backward_func
 from services.learner.megatron.model import build_model, build_optimizer, choose_device, init_world
+from services.learner.megatron.rotary import Rotary
 from services.learner.megatron.vocab import logprobs_and_entropy
 from services.learner.packing import MicroBatch, TrainSample, completion_slice, pack, plan_microbatches
 from services.learner.policy import StepStats
@@ -61,6 +62,7 @@ class MegatronPolicy:
             self.model = build_model(config, arch, self.ranks, self.device, deterministic=deterministic)
             hf_names.load_hf(self.model, self.model_path)
             self.optimizer = build_optimizer(config, self.model)
+        self.rotary = Rotary.of(arch, self.device)
         # Sequence parallelism cuts the tokens over the tensor ranks; tensor cores like multiples of 8.
         self.alignment = math.lcm(
             self.ranks.tensor_size if config.parallel.sequence else 1, 8 if self.device.type == "cuda" else 1
@@ -178,7 +180,8 @@ class MegatronPolicy:
         if len(ddps) > 1:
             batches = even_out(batches, self.ranks.pipeline_size, alignment=self.alignment)
             seq_length = len(batches[0].tokens)
-        feeds = [(DeviceBatch.of(batch, self.device) for batch in batches) for _ in ddps]
+        dtype = self.model.config.params_dtype
+        feeds = [(DeviceBatch.of(batch, self.rotary, dtype) for batch in batches) for _ in ddps]
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=feeds if len(feeds) > 1 else feeds[0],
