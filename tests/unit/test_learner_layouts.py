@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def test_a_layout_that_fits_has_no_violations(arch: Architecture, options: dict,
         ({"pipeline": 3}, 3, "4 layers .* use one of 1, 2, 4, or set parallel.last_stage_layers = 2"),
         ({"pipeline": 3, "first_stage_layers": 1}, 3, "4 layers .* when first_stage_layers = 1"),
         ({"pipeline": 2, "first_stage_layers": 1, "last_stage_layers": 1}, 2, r"= 2 are not the model's 4 layers"),
-        ({"pipeline": 2, "virtual_stages": 4}, 2, "stages of 2 layers .* virtual_stages = 4: use one of 1, 2$"),
+        ({"pipeline": 2, "virtual_stages": 4}, 2, "stages of 2 layers .*virtual_stages = 4: use one of 1, 2$"),
         ({"virtual_stages": 2}, 1, "virtual_stages needs parallel.pipeline > 1"),
         ({"last_stage_layers": 2}, 1, "last_stage_layers needs parallel.pipeline > 1"),
         ({"sequence": True}, 1, "needs parallel.tensor > 1"),
@@ -57,8 +58,8 @@ def test_a_layout_that_fits_has_no_violations(arch: Architecture, options: dict,
 def test_a_layout_that_does_not_fit_says_what_would(
     arch: Architecture, options: dict, world_size: int, words: str
 ) -> None:
-    with pytest.raises(AssertionError, match=words):
-        raise AssertionError("\n".join(layout_violations(arch, ParallelConfig(**options), world_size)))
+    (found,) = layout_violations(arch, ParallelConfig(**options), world_size)
+    assert re.search(words, found), found
 
 
 def test_all_violations_are_listed_at_once(arch: Architecture) -> None:

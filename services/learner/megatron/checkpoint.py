@@ -98,12 +98,17 @@ def _is_sharded(optimizer: Any) -> bool:
 
 
 def _writes(model: BuiltModel, optimizer: Any) -> bool:
-    return model.ranks.data == 0 or _is_sharded(optimizer)
+    return model.ranks.data == 0 or _differs_over_data(model, optimizer)
+
+
+def _differs_over_data(model: BuiltModel, optimizer: Any) -> bool:
+    """Whether data-parallel ranks hold different things: shards of the optimizer, or experts."""
+    return _is_sharded(optimizer) or model.ranks.expert_size > 1
 
 
 def _rank_file(model: BuiltModel, optimizer: Any) -> str:
     ranks = model.ranks
-    data = ranks.data if _is_sharded(optimizer) else 0
+    data = ranks.data if _differs_over_data(model, optimizer) else 0
     return f"rank-tp{ranks.tensor}-pp{ranks.pipeline}-dp{data}.safetensors"
 
 
