@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from services.learner.checkpoints import step_folder
 from services.learner.config import LearnerConfig
 from services.learner.megatron.model import leave_layout, leave_world
 from services.learner.megatron.policy import MegatronPolicy
@@ -39,6 +40,13 @@ def make_samples(vocab_size: int, num_samples: int = 12, seed: int = 0) -> list[
     return samples
 
 
+def save_checkpoint(policy: MegatronPolicy, root: Path, step: int, extra: dict) -> Path:
+    """Its folder, whole."""
+    policy.begin_checkpoint(root, step, extra)
+    assert policy.finish_checkpoint(wait=True) == step
+    return step_folder(root, step)
+
+
 def train(model: Path, out: Path, overrides: dict, *, num_steps: int = 3) -> dict:
     """Log-probs, ``num_steps`` steps, a checkpoint, one more step, back to the checkpoint, an export there, that step again."""
     out.mkdir(exist_ok=True, parents=True)
@@ -47,7 +55,7 @@ def train(model: Path, out: Path, overrides: dict, *, num_steps: int = 3) -> dic
     samples = make_samples(policy.model.arch.vocab_size)
     seen: dict = {"logprobs": [part.tolist() for part in policy.logprobs(samples)]}
     seen["steps"] = [dataclasses.asdict(policy.train_step(samples, total_steps_done=i)) for i in range(num_steps)]
-    folder = policy.save_checkpoint(out / "checkpoints", num_steps, {"note": "as saved"})
+    folder = save_checkpoint(policy, out / "checkpoints", num_steps, {"note": "as saved"})
     seen["after"] = dataclasses.asdict(policy.train_step(samples, total_steps_done=num_steps))
     step, extra = policy.load_checkpoint(folder)
     assert (step, extra) == (num_steps, {"note": "as saved"})

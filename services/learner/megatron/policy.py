@@ -26,8 +26,9 @@ from common.errors import TrainingError
 from services.learner.architecture import read_architecture
 from services.learner.config import LearnerConfig, OptimizerConfig
 from services.learner.losses import MAX_NAMES, SUM_NAMES, TokenSums, clipped_objective
-from services.learner.megatron import checkpoint, device_map, export, hf_names
+from services.learner.megatron import device_map, export, hf_names
 from services.learner.megatron.batch import DeviceBatch, even_out
+from services.learner.megatron.checkpoint import Checkpointer
 from services.learner.megatron.loss_scale import apply_gradients, gradient_norm
 from services.learner.megatron.mcore import get_forward_backward_func
 from services.learner.megatron.model import build_model, build_optimizer, choose_device, init_world, needs_equal_lengths
@@ -64,6 +65,9 @@ class MegatronPolicy:
             hf_names.load_hf(self.model, self.model_path)
             self.optimizer = build_optimizer(config, self.model)
         self.rotary = Rotary.of(arch, self.device)
+        self.checkpointer = Checkpointer(
+            self.model, self.optimizer, source=self.model_path, timeout_s=config.wait_timeout_s
+        )
         # Sequence parallelism cuts the tokens over the tensor ranks; tensor cores like multiples of 8.
         self.alignment = math.lcm(
             self.ranks.tensor_size if config.parallel.sequence else 1, 8 if self.device.type == "cuda" else 1
@@ -143,13 +147,19 @@ class MegatronPolicy:
         dist.all_reduce(flat)
         return [part.astype(np.float32) for part in np.split(flat.cpu().numpy(), bounds[1:-1])]
 
-    def save_checkpoint(self, root: Path, step: int, extra: dict[str, Any]) -> Path:
-        """Weights, optimizer and random states into ``root/step-XXXXXXXX``, atomically; see ``checkpoint``."""
-        return checkpoint.save_checkpoint(Path(root), step, extra, self.model, self.optimizer)
+    def begin_checkpoint(self, root: Path, step: int, extra: dict[str, Any]) -> None:
+        """Weights, optimizer and random states into ``root/step-XXXXXXXX``, in the background; see ``checkpoint``."""
+        with device_map.scope(self.device):
+            self.checkpointer.begin(Path(root), step, extra)
+
+    def finish_checkpoint(self, *, wait: bool) -> int | None:
+        """The step of a checkpoint that has become whole since the last call; see ``checkpoint``."""
+        return self.checkpointer.finish(wait=wait)
 
     def load_checkpoint(self, path: Path) -> tuple[int, dict[str, Any]]:
-        """Goes on from the checkpoint folder ``path``; returns (step, extra) as they were saved."""
-        return checkpoint.load_checkpoint(Path(path), self.model, self.optimizer)
+        """Goes on from the checkpoint folder ``path``, of any layout; returns (step, extra) as they were saved."""
+        with device_map.scope(self.device):
+            return self.checkpointer.load(Path(path))
 
     def export_hf(self, target: Path) -> None:
         """Writes a Hugging Face model folder, with config and tokenizer of the model it started from; see ``export``."""
