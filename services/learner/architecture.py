@@ -140,7 +140,9 @@ def _parse(family: Family, raw: dict[str, Any], path: Path) -> Architecture:
 
 
 def _experts(raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    num_experts, per_token = raw["num_experts"], raw["num_experts_per_tok"]
+    # transformers 5.19 saves it by the second name; the hub's models have the first.
+    num_experts = raw["num_local_experts"] if "num_experts" not in raw else raw["num_experts"]
+    per_token = raw["num_experts_per_tok"]
     if not 1 <= per_token <= num_experts:
         raise ConfigError(f"{path}: num_experts_per_tok = {per_token} of num_experts = {num_experts} can't be.")
     return {

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_models import make_model
 from megatron_world import train
 from safetensors.torch import load_file
-from test_megatron_policy import make_model
 
 REPO = Path(__file__).parents[2]
 

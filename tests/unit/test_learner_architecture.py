@@ -63,6 +63,42 @@ def test_what_the_learner_would_not_apply_is_refused(tmp_path: Path, changes: di
         read_architecture(write(tmp_path, **changes))
 
 
+MOE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "head_dim": 32,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def test_a_model_with_experts_is_read_as_the_hub_and_as_transformers_5_write_it(tmp_path: Path) -> None:
+    arch = read_architecture(write(tmp_path, **MOE))
+    assert (arch.num_experts, arch.experts_per_token, arch.moe_ffn_size, arch.norm_topk_prob) == (8, 2, 48, True)
+    assert (arch.is_moe, arch.qk_norm, arch.qkv_bias, arch.head_dim) == (True, True, False, 32)
+    assert not read_architecture(write(tmp_path)).is_moe
+    raw = LLAMA | MOE | {"num_local_experts": 8}
+    del raw["num_experts"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert read_architecture(tmp_path) == arch
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mlp_only_layers": [0]}, "dense layers among those with experts"),
+        ({"decoder_sparse_step": 2}, "dense layers among those with experts"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9 of num_experts = 8"),
+    ],
+)
+def test_experts_that_the_learner_would_not_apply_are_refused(tmp_path: Path, changes: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_architecture(write(tmp_path, **(MOE | changes)))
+
+
 def test_a_missing_key_and_a_missing_file_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         read_architecture(tmp_path)

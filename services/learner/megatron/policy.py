@@ -26,7 +26,7 @@ from common.errors import TrainingError
 from services.learner.architecture import read_architecture
 from services.learner.config import LearnerConfig, OptimizerConfig
 from services.learner.losses import MAX_NAMES, SUM_NAMES, TokenSums, clipped_objective
-from services.learner.megatron import device_map, export, hf_names
+from services.learner.megatron import device_map, export, hf_weights
 from services.learner.megatron.batch import DeviceBatch, even_out
 from services.learner.megatron.checkpoint import Checkpointer
 from services.learner.megatron.loss_scale import apply_gradients, gradient_norm
@@ -62,7 +62,7 @@ class MegatronPolicy:
         self.ranks = init_world(config, arch, self.device, seed=seed)
         with device_map.scope(self.device):
             self.model = build_model(config, arch, self.ranks, self.device, deterministic=deterministic)
-            hf_names.load_hf(self.model, self.model_path)
+            hf_weights.load_hf(self.model, self.model_path)
             self.optimizer = build_optimizer(config, self.model)
         self.rotary = Rotary.of(arch, self.device)
         self.checkpointer = Checkpointer(
@@ -166,12 +166,12 @@ class MegatronPolicy:
         export.export_hf(Path(target), self.model_path, self.model)
 
     def plan_hf_tensors(self, dtype: torch.dtype | None = None) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        """(HF name, shape, dtype) of this stage's tensors in the order of sending; see ``hf_names``."""
-        return hf_names.plan_hf_tensors(self.model, dtype)
+        """(HF name, shape, dtype) of this stage's tensors in the order of sending; see ``hf_weights``."""
+        return hf_weights.plan_hf_tensors(self.model, dtype)
 
     def iter_hf_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yields (HF name, full tensor) of this stage in that order, on every tensor rank; see ``hf_names``."""
-        return hf_names.iter_hf_tensors(self.model, dtype)
+        """Yields (HF name, full tensor) of this stage in that order, on every tensor rank; see ``hf_weights``."""
+        return hf_weights.iter_hf_tensors(self.model, dtype)
 
     def _local_batches(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
         plan = plan_microbatches(
