@@ -36,7 +36,9 @@ def _world(parallel: ParallelConfig, world_size: int) -> list[str]:
 
 def _matrices(arch: Architecture, parallel: ParallelConfig) -> list[str]:
     tensor, found = parallel.tensor, []
-    counts = {"key-value heads": arch.num_kv_heads, "attention heads": arch.num_heads}
+    counts = {"attention heads": arch.num_heads}
+    if tensor % arch.num_kv_heads:  # else each rank has one, which it may share with others
+        counts["key-value heads"] = arch.num_kv_heads
     if not arch.is_moe:
         counts["rows of intermediate_size"] = arch.ffn_size
     for what, count in counts.items():
