@@ -300,7 +300,7 @@ def _load_optimizer(optimizer: Any, loaded: dict[Any, Any]) -> None:
         steps = [moment.pop("step") for moment in moments]
         chained.load_parameter_state_from_fully_reshardable(shards)
         for moment, step in zip(moments, steps, strict=True):
-            moment["step"] = step
+            moment["step"] = step.clone()  # Megatron gives all the same tensor, which torch would advance once for each
 
 
 def _rng(model: BuiltModel) -> Any:
