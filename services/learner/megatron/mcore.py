@@ -38,6 +38,8 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import (
@@ -48,12 +50,16 @@ with warnings.catch_warnings():
         set_tensor_model_parallel_attributes,
         vocab_parallel_cross_entropy,
     )
+    from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.module import Float16Module, MegatronModule
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -62,6 +68,15 @@ with warnings.catch_warnings():
         TransformerLayerSubmodules,
         get_transformer_layer_offset,
     )
+
+    try:
+        import transformer_engine  # noqa: F401
+
+        HAVE_TRANSFORMER_ENGINE = True
+    except ImportError:
+        HAVE_TRANSFORMER_ENGINE = False
+        # Without Transformer Engine 0.16 leaves this name out, and its router asks for it all the same.
+        moe_utils.te_general_gemm = None
 
 
 def by_checkpoint_key(sharded_state_dict: Any) -> dict[str, list[Any]]:
@@ -73,6 +88,7 @@ def by_checkpoint_key(sharded_state_dict: Any) -> dict[str, list[Any]]:
 
 
 __all__ = [
+    "HAVE_TRANSFORMER_ENGINE",
     "MLP",
     "AttnMaskType",
     "CheckpointingConfig",
@@ -81,6 +97,7 @@ __all__ = [
     "CudaRNGStatesTracker",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
+    "DynamicGradScaler",
     "Float16Module",
     "GPTModel",
     "IdentityOp",
@@ -88,11 +105,14 @@ __all__ = [
     "MLPSubmodules",
     "MegatronModule",
     "MegatronOptimizerConfig",
+    "MoELayer",
+    "MoESubmodules",
     "ModuleSpec",
     "PackedSeqParams",
     "RowParallelLinear",
     "SelfAttention",
     "SelfAttentionSubmodules",
+    "SequentialMLP",
     "ShardedObject",
     "ShardedTensor",
     "StrictHandling",
@@ -102,6 +122,7 @@ __all__ = [
     "TransformerLayerSubmodules",
     "VocabParallelEmbedding",
     "by_checkpoint_key",
+    "clip_grad_by_total_norm_fp32",
     "dist_checkpointing",
     "finalize_model_grads",
     "get_bias_dropout_add",
@@ -110,6 +131,7 @@ __all__ = [
     "get_num_layers_to_build",
     "get_transformer_layer_offset",
     "mcore_to_pyt_state_dict",
+    "megatron_random",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
     "save_checkpoint_config",
