@@ -35,6 +35,8 @@ class StepStats:
     kl_k3: float
     entropy: float
     step_s: float
+    num_overflows: int = 0  # float16: optimizer steps that were skipped; their gradient norm counts as 0
+    loss_scale: float = 1.0
 
 
 class Policy(Protocol):

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from services.learner.architecture import layout_violations, read_architecture
+from services.learner.architecture import read_architecture
 from services.learner.checkpoints import latest_checkpoint, prune_checkpoints, step_folder
-from services.learner.config import ParallelConfig
 
 LLAMA = {
     "model_type": "llama",
@@ -106,15 +105,6 @@ def test_a_missing_key_and_a_missing_file_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ConfigError, match="lacks the key 'num_attention_heads'"):
         read_architecture(tmp_path)
-
-
-def test_a_layout_that_fits_has_no_violations_and_another_lists_all(tmp_path: Path) -> None:
-    arch = read_architecture(write(tmp_path))
-    assert layout_violations(arch, ParallelConfig(tensor=2, pipeline=2), 8) == []
-    found = "\n".join(layout_violations(arch, ParallelConfig(tensor=4, pipeline=3), 8))
-    for words in ("world size 8", "2 key-value heads", "4 layers"):
-        assert words in found
-    assert "needs parallel.tensor > 1" in layout_violations(arch, ParallelConfig(sequence=True), 1)[0]
 
 
 def test_the_latest_complete_checkpoint_is_found_and_old_ones_go(tmp_path: Path) -> None:

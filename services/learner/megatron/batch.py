@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from services.learner.megatron.attention import PackedSequences
 from services.learner.megatron.rotary import Rotary
-from services.learner.packing import MicroBatch
+from services.learner.packing import MicroBatch, pack
 
 
 @dataclass(frozen=True)
@@ -48,3 +51,33 @@ class DeviceBatch:
             num_loss_tokens=torch.tensor(int(batch.loss_mask.sum()), dtype=torch.int, device=device),
             packed=PackedSequences.of(move(batch.cu_seqlens), lengths, rotary.cos_sin(position_ids, dtype)),
         )
+
+
+def even_out(batches: Sequence[MicroBatch], multiple: int, *, alignment: int, device: torch.device) -> list[MicroBatch]:
+    """The micro-batches in equal length, their count filled up to a ``multiple`` with such that have no samples.
+
+    The length is that of the longest on any rank: collective over the world. For the interleaved schedule, which wants a multiple
+    of the stages, and whose exchange of varying lengths mixes up the two directions between two stages; and for gathers between
+    data-parallel ranks. Balanced micro-batches are nearly of one length, so it costs little.
+    """
+    most = torch.tensor(max(len(batch.tokens) for batch in batches), device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    longest = int(most)
+    fillers = [pack([], [], alignment=alignment)] * (-len(batches) % multiple)
+    return [pad_to(batch, longest) for batch in [*batches, *fillers]]
+
+
+def pad_to(batch: MicroBatch, length: int) -> MicroBatch:
+    """``batch`` with zeros up to ``length`` in every array of tokens; they are one more sequence, without loss tokens."""
+    short = len(batch.tokens)
+    if short == length:
+        return batch
+    padding = length - short
+    changes: dict[str, Any] = {
+        field.name: np.concatenate([array, np.zeros(padding, array.dtype)])
+        for field in dataclasses.fields(batch)
+        if isinstance(array := getattr(batch, field.name), np.ndarray) and array.shape == (short,)
+    }
+    changes["position_ids"][short:] = np.arange(padding)
+    changes["cu_seqlens"] = np.append(batch.cu_seqlens, length).astype(batch.cu_seqlens.dtype)
+    return dataclasses.replace(batch, **changes)

@@ -25,6 +25,8 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import (
@@ -35,12 +37,16 @@ with warnings.catch_warnings():
         set_tensor_model_parallel_attributes,
         vocab_parallel_cross_entropy,
     )
+    from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.module import Float16Module, MegatronModule
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -50,35 +56,51 @@ with warnings.catch_warnings():
         get_transformer_layer_offset,
     )
 
+    try:
+        import transformer_engine  # noqa: F401
+
+        HAVE_TRANSFORMER_ENGINE = True
+    except ImportError:
+        HAVE_TRANSFORMER_ENGINE = False
+        # Without Transformer Engine 0.16 leaves this name out, and its router asks for it all the same.
+        moe_utils.te_general_gemm = None
+
 __all__ = [
+    "HAVE_TRANSFORMER_ENGINE",
     "MLP",
     "AttnMaskType",
     "ColumnParallelLinear",
     "CudaRNGStatesTracker",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
+    "DynamicGradScaler",
     "Float16Module",
     "GPTModel",
     "IdentityOp",
     "MLPSubmodules",
     "MegatronModule",
     "MegatronOptimizerConfig",
+    "MoELayer",
+    "MoESubmodules",
     "ModuleSpec",
     "PackedSeqParams",
     "RowParallelLinear",
     "SelfAttention",
     "SelfAttentionSubmodules",
+    "SequentialMLP",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "TransformerLayer",
     "TransformerLayerSubmodules",
     "VocabParallelEmbedding",
+    "clip_grad_by_total_norm_fp32",
     "finalize_model_grads",
     "get_bias_dropout_add",
     "get_forward_backward_func",
     "get_megatron_optimizer",
     "get_num_layers_to_build",
     "get_transformer_layer_offset",
+    "megatron_random",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
     "set_tensor_model_parallel_attributes",

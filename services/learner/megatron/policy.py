@@ -27,9 +27,10 @@ from services.learner.architecture import read_architecture
 from services.learner.config import LearnerConfig, OptimizerConfig
 from services.learner.losses import MAX_NAMES, SUM_NAMES, TokenSums, clipped_objective
 from services.learner.megatron import checkpoint, device_map, export, hf_weights
-from services.learner.megatron.batch import DeviceBatch
+from services.learner.megatron.batch import DeviceBatch, even_out
+from services.learner.megatron.loss_scale import apply_gradients, gradient_norm
 from services.learner.megatron.mcore import get_forward_backward_func
-from services.learner.megatron.model import build_model, build_optimizer, choose_device, init_world
+from services.learner.megatron.model import build_model, build_optimizer, choose_device, init_world, needs_equal_lengths
 from services.learner.megatron.rotary import Rotary
 from services.learner.megatron.vocab import logprobs_and_entropy
 from services.learner.packing import MicroBatch, TrainSample, completion_slice, pack, plan_microbatches
@@ -95,8 +96,8 @@ class MegatronPolicy:
             local = self._run_schedule(batches, self._train_forward, forward_only=False)
             totals, maxima = self._reduce_stats(local)
             self._check_forward(totals, total_steps_done)
-            self.optimizer.prepare_grads()
-            grad_norm = float(self.optimizer.get_grad_norm())
+            norm = gradient_norm(self.optimizer)  # none: float16 overflowed, and this step is skipped
+            grad_norm = 0.0 if norm is None else norm
             if not math.isfinite(grad_norm):
                 raise TrainingError(
                     f"The gradient norm of step {total_steps_done + 1} is {grad_norm}; nothing was updated."
@@ -104,7 +105,8 @@ class MegatronPolicy:
             lr = learning_rate(self.config.optimizer, total_steps_done)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.optimizer.step()
+            if norm is not None:
+                apply_gradients(self.optimizer, norm)
         count = totals["num_loss_tokens"]
         return StepStats(
             loss=totals["loss"] / count,
@@ -122,6 +124,8 @@ class MegatronPolicy:
             kl_k3=totals["kl"] / count,
             entropy=totals["entropy"] / count,
             step_s=time.perf_counter() - start,
+            num_overflows=int(norm is None),
+            loss_scale=float(self.optimizer.get_loss_scale()),
         )
 
     @torch.no_grad()
@@ -176,7 +180,11 @@ class MegatronPolicy:
         ddps, num_real = self.model.ddps, len(batches)
         for ddp in ddps:
             ddp.train(not forward_only)
-        batches = [*batches, *self._fillers(len(batches))]
+        seq_length = self.config.max_tokens_per_microbatch  # each micro-batch tells its own
+        if needs_equal_lengths(self.config, self.model.arch, self.device):
+            multiple = self.ranks.pipeline_size if len(ddps) > 1 else 1
+            batches = even_out(batches, multiple, alignment=self.alignment, device=self.device)
+            seq_length = len(batches[0].tokens)
         dtype = self.model.config.params_dtype
         feeds = [(DeviceBatch.of(batch, self.rotary, dtype) for batch in batches) for _ in ddps]
         results: list[Any] = get_forward_backward_func()(
@@ -184,17 +192,12 @@ class MegatronPolicy:
             data_iterator=feeds if len(feeds) > 1 else feeds[0],
             model=list(ddps),
             num_microbatches=len(batches),
-            seq_length=self.config.max_tokens_per_microbatch,  # each micro-batch tells its own
+            seq_length=seq_length,
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
         return results[:num_real]
-
-    def _fillers(self, num_batches: int) -> list[MicroBatch]:
-        """Micro-batches without samples, where the interleaved schedule wants a multiple of the stages."""
-        multiple = self.ranks.pipeline_size if len(self.model.ddps) > 1 else 1
-        return [pack([], [], alignment=self.alignment)] * (-num_batches % multiple)
 
     def _forward(self, batches: Iterator[DeviceBatch], model: Any) -> tuple[DeviceBatch, Tensor]:
         batch = next(batches)
