@@ -342,7 +342,10 @@ def _read(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             # How Megatron calls torch.
-            warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated|Please use DTensor instead")
+            warnings.filterwarnings(
+                "ignore",
+                message="`load_state_dict` is deprecated|Please use DTensor instead|The argument order of load has been changed",
+            )
             return dist_checkpointing.load(wanted, str(path), strict=StrictHandling.RAISE_UNEXPECTED)
     except UNREADABLE as error:
         raise ConfigError(
