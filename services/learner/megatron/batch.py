@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,9 @@ from torch import Tensor
 
 from services.learner.megatron.attention import PackedSequences
 from services.learner.megatron.rotary import Rotary
-from services.learner.packing import MicroBatch
+from services.learner.megatron.segments import Segments
+from services.learner.megatron.vocab import LossRows
+from services.learner.packing import MicroBatch, pack
 
 
 @dataclass(frozen=True)
@@ -29,22 +33,50 @@ class DeviceBatch:
     packed: PackedSequences
 
     @classmethod
-    def of(cls, batch: MicroBatch, rotary: Rotary, dtype: torch.dtype) -> DeviceBatch:
-        """Copies the arrays to the device of ``rotary``. ``dtype``: of the activations."""
+    def of(
+        cls, batch: MicroBatch, rotary: Rotary, dtype: torch.dtype, *, vocab_size: int, temperature: float
+    ) -> DeviceBatch:
+        """Copies the arrays to the device of ``rotary``. ``dtype``: of the activations. The rest: see ``LossRows``."""
+        device = rotary.inv_freq.device
 
         def move(array: NDArray[Any]) -> Tensor:
-            return torch.from_numpy(array).to(device)
+            tensor = torch.from_numpy(array)
+            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
-        device = rotary.inv_freq.device
-        position_ids = move(batch.position_ids)
-        lengths = tuple(np.diff(batch.cu_seqlens).tolist())
+        position_ids, labels = move(batch.position_ids), move(batch.labels)
+        segments = Segments.of(move(batch.cu_seqlens), tuple(np.diff(batch.cu_seqlens).tolist()), batch.shared)
+        rows = LossRows(move(batch.loss_positions), labels, vocab_size, temperature)
         return cls(
             tokens=move(batch.tokens)[None],
             position_ids=position_ids[None],
-            labels=move(batch.labels),
+            labels=labels,
             loss_mask=move(batch.loss_mask),
             behaviour_logprobs=move(batch.behaviour_logprobs),
             advantages=move(batch.advantages),
             num_loss_tokens=torch.tensor(int(batch.loss_mask.sum()), dtype=torch.int, device=device),
-            packed=PackedSequences.of(move(batch.cu_seqlens), lengths, rotary.cos_sin(position_ids, dtype)),
+            packed=PackedSequences.of(segments, rotary.cos_sin(position_ids, dtype), rows),
         )
+
+
+def even_out(batches: Sequence[MicroBatch], multiple: int, *, alignment: int) -> list[MicroBatch]:
+    """The micro-batches in equal length, their count filled up to a ``multiple`` with such that have no samples.
+
+    For the interleaved schedule: it wants a multiple of the stages, and its exchange of varying lengths mixes up the two
+    directions between two stages. Balanced micro-batches are nearly of one length, so it costs little.
+    """
+    longest = max(len(batch.tokens) for batch in batches)
+    fillers = [pack([], [], alignment=alignment)] * (-len(batches) % multiple)
+    return [pad_to(batch, longest) for batch in [*batches, *fillers]]
+
+
+def pad_to(batch: MicroBatch, length: int) -> MicroBatch:
+    """``batch`` with zeros up to ``length`` positions; they are one more segment."""
+    padding = length - len(batch.tokens)
+    if not padding:
+        return batch
+    return dataclasses.replace(
+        batch,
+        tokens=np.append(batch.tokens, np.zeros(padding, np.int64)),
+        position_ids=np.append(batch.position_ids, np.arange(padding)),
+        cu_seqlens=np.append(batch.cu_seqlens, length).astype(np.int32),
+    )

@@ -31,9 +31,9 @@ with warnings.catch_warnings():
         ColumnParallelLinear,
         RowParallelLinear,
         VocabParallelEmbedding,
+        gather_from_sequence_parallel_region,
         model_parallel_cuda_manual_seed,
         set_tensor_model_parallel_attributes,
-        vocab_parallel_cross_entropy,
     )
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -74,6 +74,7 @@ __all__ = [
     "TransformerLayerSubmodules",
     "VocabParallelEmbedding",
     "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
     "get_bias_dropout_add",
     "get_forward_backward_func",
     "get_megatron_optimizer",
@@ -82,5 +83,4 @@ __all__ = [
     "model_parallel_cuda_manual_seed",
     "parallel_state",
     "set_tensor_model_parallel_attributes",
-    "vocab_parallel_cross_entropy",
 ]

@@ -35,6 +35,7 @@ from services.learner.megatron.mcore import (
     set_tensor_model_parallel_attributes,
 )
 from services.learner.megatron.spec import block_spec
+from services.learner.megatron.vocab import PolicyModel
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ def build_model(
 def _build_chunk(config: TransformerConfig, arch: Architecture, ranks: Ranks, v: int, num_chunks: int) -> GPTModel:
     """Virtual stage ``v`` of this rank's ``num_chunks``."""
     vp_stage = v if num_chunks > 1 else None
-    return GPTModel(
+    return PolicyModel(
         config=config,
         transformer_layer_spec=block_spec(config, vp_stage),
         vocab_size=arch.padded_vocab_size(ranks.tensor_size),
@@ -245,8 +246,11 @@ def transformer_config(
             num_layers_in_first_pipeline_stage=config.parallel.first_stage_layers,
             num_layers_in_last_pipeline_stage=config.parallel.last_stage_layers,
             sequence_parallel=config.parallel.sequence,
-            # Micro-batches differ in size; the stages tell each other how long the next one is.
-            variable_seq_lengths=config.parallel.pipeline > 1,
+            # Micro-batches differ in size; the stages tell each other how long the next one is. Not so with virtual stages, whose
+            # micro-batches are of one length (see ``even_out``) and whose messages go while the layers compute.
+            variable_seq_lengths=config.parallel.pipeline > 1 and config.parallel.virtual_stages == 1,
+            overlap_p2p_comm=config.parallel.virtual_stages > 1,
+            batch_p2p_comm=config.parallel.virtual_stages == 1,
             # Unused by a dense model, but the default one is refused together with variable_seq_lengths.
             moe_token_dispatcher_type="alltoall",
             params_dtype=dtype,

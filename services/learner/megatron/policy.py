@@ -27,12 +27,11 @@ from services.learner.architecture import read_architecture
 from services.learner.config import LearnerConfig, OptimizerConfig
 from services.learner.losses import MAX_NAMES, SUM_NAMES, TokenSums, clipped_objective
 from services.learner.megatron import checkpoint, device_map, export, hf_names
-from services.learner.megatron.batch import DeviceBatch
+from services.learner.megatron.batch import DeviceBatch, even_out
 from services.learner.megatron.mcore import get_forward_backward_func
 from services.learner.megatron.model import build_model, build_optimizer, choose_device, init_world
 from services.learner.megatron.rotary import Rotary
-from services.learner.megatron.vocab import logprobs_and_entropy
-from services.learner.packing import MicroBatch, TrainSample, completion_slice, pack, plan_microbatches
+from services.learner.packing import MicroBatch, TrainSample, pack, plan_microbatches
 from services.learner.policy import StepStats
 
 
@@ -133,9 +132,9 @@ class MegatronPolicy:
         with device_map.scope(self.device):
             results = self._run_schedule(batches, self._logprob_forward, forward_only=True)
         if self.ranks.tensor == 0:
-            for batch, logprobs_T in zip(batches, results, strict=self.ranks.is_last_stage):
-                for i, first in zip(batch.sample_indices, batch.cu_seqlens.tolist(), strict=False):
-                    flat[bounds[i] : bounds[i + 1]] = logprobs_T[completion_slice(samples[i], first)]
+            for batch, logprobs_L in zip(batches, results, strict=self.ranks.is_last_stage):
+                rows = np.concatenate([np.arange(bounds[i], bounds[i + 1]) for i in batch.sample_indices] or [[]])
+                flat[torch.from_numpy(rows.astype(np.int64)).to(self.device)] = logprobs_L[: len(rows)]
         dist.all_reduce(flat)
         return [part.astype(np.float32) for part in np.split(flat.cpu().numpy(), bounds[1:-1])]
 
@@ -161,13 +160,23 @@ class MegatronPolicy:
 
     def _local_batches(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
         plan = plan_microbatches(
-            [sample.length for sample in samples],
+            samples,
             max_tokens=self.config.max_tokens_per_microbatch,
             num_ranks=self.ranks.data_size,
             hidden_size=self.model.arch.hidden_size,
             alignment=self.alignment,
+            share_prefixes=self.config.share_prefixes == "auto",
         )
-        return [pack(samples, indices, alignment=self.alignment) for indices in plan[self.ranks.data]]
+        return [pack(samples, pieces, alignment=self.alignment) for pieces in plan[self.ranks.data]]
+
+    def _to_device(self, batch: MicroBatch) -> DeviceBatch:
+        return DeviceBatch.of(
+            batch,
+            self.rotary,
+            self.model.config.params_dtype,
+            vocab_size=self.model.arch.vocab_size,
+            temperature=self.temperature,
+        )
 
     def _run_schedule(
         self, batches: Sequence[MicroBatch], forward: Callable[..., Any], *, forward_only: bool
@@ -176,25 +185,22 @@ class MegatronPolicy:
         ddps, num_real = self.model.ddps, len(batches)
         for ddp in ddps:
             ddp.train(not forward_only)
-        batches = [*batches, *self._fillers(len(batches))]
-        dtype = self.model.config.params_dtype
-        feeds = [(DeviceBatch.of(batch, self.rotary, dtype) for batch in batches) for _ in ddps]
+        seq_length = self.config.max_tokens_per_microbatch  # each micro-batch tells its own
+        if len(ddps) > 1:
+            batches = even_out(batches, self.ranks.pipeline_size, alignment=self.alignment)
+            seq_length = len(batches[0].tokens)
+        feeds = [(self._to_device(batch) for batch in batches) for _ in ddps]
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=feeds if len(feeds) > 1 else feeds[0],
             model=list(ddps),
             num_microbatches=len(batches),
-            seq_length=self.config.max_tokens_per_microbatch,  # each micro-batch tells its own
+            seq_length=seq_length,
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
         return results[:num_real]
-
-    def _fillers(self, num_batches: int) -> list[MicroBatch]:
-        """Micro-batches without samples, where the interleaved schedule wants a multiple of the stages."""
-        multiple = self.ranks.pipeline_size if len(self.model.ddps) > 1 else 1
-        return [pack([], [], alignment=self.alignment)] * (-num_batches % multiple)
 
     def _forward(self, batches: Iterator[DeviceBatch], model: Any) -> tuple[DeviceBatch, Tensor]:
         batch = next(batches)
@@ -204,8 +210,8 @@ class MegatronPolicy:
         batch, output = self._forward(batches, model)
         return output, functools.partial(self._loss, batch)
 
-    def _loss(self, batch: DeviceBatch, logits: Tensor) -> tuple[Tensor, Tensor, TokenSums]:
-        logprobs_T, entropy_T = self._logprobs(batch, logits)
+    def _loss(self, batch: DeviceBatch, output: Tensor) -> tuple[Tensor, Tensor, TokenSums]:
+        logprobs_T, entropy_T = output[0], output[1].detach()
         loss_sum, sums = clipped_objective(
             logprobs_T,
             batch.behaviour_logprobs,
@@ -217,14 +223,11 @@ class MegatronPolicy:
         )
         return loss_sum, batch.num_loss_tokens, sums
 
-    def _logprobs(self, batch: DeviceBatch, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return logprobs_and_entropy(logits[0], batch.labels, self.model.arch.vocab_size, temperature=self.temperature)
-
     def _logprob_forward(self, batches: Iterator[DeviceBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-        batch, output = self._forward(batches, model)
+        _, output = self._forward(batches, model)
 
-        def collect(logits: Tensor, non_loss_data: bool = True) -> Tensor:
-            return self._logprobs(batch, logits)[0]
+        def collect(output: Tensor, non_loss_data: bool = True) -> Tensor:
+            return output[0]
 
         return output, collect
 
