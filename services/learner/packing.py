@@ -20,8 +20,8 @@ from common.errors import ConfigError
 
 # What the second part of a shared piece's attention costs beyond its flops (calls, the merge), in tokens: see bench/results/learner.md.
 SHARING_OVERHEAD = 16.0
-# Sizes of shared pieces that are tried, as parts of one data-parallel rank's fair share.
-SHARING_PARTS = (1.0, 0.5, 0.25, 0.125)
+# Into how many pieces a group is cut, tried one after the other.
+GROUP_CUTS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,24 +138,35 @@ def plan_microbatches(
     (rounded up to a multiple of ``num_ranks``), dearest first, each to the cheapest micro-batch with room, which balances them.
     A micro-batch is empty where there are fewer pieces than micro-batches.
 
-    With ``share_prefixes``, samples with the same prompt tokens are put together where that pays. Large pieces save more and
-    balance worse, so several sizes are tried, also single samples; the plan whose slowest rank is cheapest is taken.
-    The plan is a function of its arguments only.
+    With ``share_prefixes``, samples with the same prompt tokens are put together where that pays. Whole groups save most, and cut
+    ones balance better, so several numbers of cuts are tried, also single samples; the plan whose slowest rank is cheapest is
+    taken. The plan is a function of its arguments only.
 
     Raises:
         ConfigError: a sample is longer than ``max_tokens``; or ``max_tokens`` is below ``alignment``.
     """
     room = max_tokens - max_tokens % alignment
     _refuse_too_long([sample.length for sample in samples], max_tokens, room)
-    alone = [Piece((i,)) for i in range(len(samples))]
-    choices = [alone]
-    if share_prefixes:
-        fair = sum(len(sample.completion_ids) + sample.prefix for sample in samples) / num_ranks
-        limits = sorted({min(room, int(fair * part)) for part in SHARING_PARTS}, reverse=True)
-        groups = _same_prompts(samples)
-        choices += [_pieces(samples, groups, limit, hidden_size=hidden_size) for limit in limits]
-    plans = [_plan(samples, pieces, room, num_ranks, hidden_size) for pieces in choices]
-    return min(plans, key=lambda plan: plan[0])[1]
+    best = _plan(samples, [Piece((i,)) for i in range(len(samples))], room, num_ranks, hidden_size)
+    groups = _same_prompts(samples) if share_prefixes else []
+    largest = max(map(len, groups), default=0)
+    for num_cuts in GROUP_CUTS:
+        if num_cuts > largest // 2:  # pieces of one sample share nothing
+            break
+        plan = _plan(samples, _pieces(samples, groups, num_cuts, room, hidden_size), room, num_ranks, hidden_size)
+        best = min(best, plan, key=lambda plan: (plan.slowest, plan.total))
+        if plan.total / num_ranks >= best.slowest * 0.98:  # more cuts cost more in all, and little is left to balance
+            break
+    return best.ranks
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """``slowest``, ``total``: estimated cost of the dearest rank and of all, in tokens."""
+
+    ranks: list[list[list[Piece]]]
+    slowest: float
+    total: float
 
 
 def _refuse_too_long(lengths: Sequence[int], max_tokens: int, room: int) -> None:
@@ -170,26 +181,25 @@ def _refuse_too_long(lengths: Sequence[int], max_tokens: int, room: int) -> None
 
 def _same_prompts(samples: Sequence[TrainSample]) -> list[list[int]]:
     """Indices of the samples, those with the same prompt tokens together, in the order in which they first come."""
-    groups: dict[bytes, list[int]] = {}
+    groups: dict[bytes | int, list[int]] = {}
     for i, sample in enumerate(samples):
         # A sample without a completion has no positions, and nothing to share.
-        key = sample.prompt_ids.tobytes() if len(sample.completion_ids) else b"%d" % i
+        key = sample.prompt_ids.tobytes() if len(sample.completion_ids) else i
         groups.setdefault(key, []).append(i)
     return list(groups.values())
 
 
 def _pieces(
-    samples: Sequence[TrainSample], groups: Sequence[Sequence[int]], limit: int, *, hidden_size: int
+    samples: Sequence[TrainSample], groups: Sequence[Sequence[int]], num_cuts: int, room: int, hidden_size: int
 ) -> list[Piece]:
-    """The groups, each cut into as few equal pieces as have at most ``limit`` positions, or a single sample."""
+    """The groups, each in ``num_cuts`` pieces of about equal size, or as many more as the budget asks for."""
     pieces = []
     for group in groups:
-        prefix, lengths = samples[group[0]].prefix, {i: len(samples[i].completion_ids) for i in group}
-        order = sorted(group, key=lambda i: (-lengths[i], i))
-        room = max(limit - prefix, lengths[order[0]])
-        sizes = [lengths[i] for i in order]
-        bins = _first_fit(sizes, room)
-        bins = _deal(sizes, sizes, len(bins), room) or bins
+        prefix = samples[group[0]].prefix
+        order = sorted(group, key=lambda i: (-len(samples[i].completion_ids), i))
+        sizes = [len(samples[i].completion_ids) for i in order]
+        bins = _first_fit(sizes, room - prefix)
+        bins = _deal(sizes, sizes, max(len(bins), min(num_cuts, len(group))), room - prefix) or bins
         for members in bins:
             indices = tuple(sorted(order[j] for j in members))
             if sharing_pays(prefix, len(indices), hidden_size=hidden_size):
@@ -201,8 +211,7 @@ def _pieces(
 
 def _plan(
     samples: Sequence[TrainSample], pieces: Sequence[Piece], room: int, num_ranks: int, hidden_size: int
-) -> tuple[tuple[float, float], list[list[list[Piece]]]]:
-    """((cost of the slowest rank, of all), the plan)."""
+) -> _Plan:
     sizes, costs = [], []
     for piece in pieces:
         own = [len(samples[i].completion_ids) + (0 if piece.prefix else samples[i].prefix) for i in piece.indices]
@@ -215,8 +224,11 @@ def _plan(
     bins = _deal(sizes, costs, num_bins, room) or bins + [[] for _ in range(num_bins - len(bins))]
     load = [sum(costs[j] for j in members) for members in bins]
     ranks = _assign(load, num_ranks)
-    plan = [[[pieces[order[j]] for j in bins[b]] for b in rank] for rank in ranks]
-    return (max(sum(load[b] for b in rank) for rank in ranks), sum(load)), plan
+    return _Plan(
+        ranks=[[[pieces[order[j]] for j in bins[b]] for b in rank] for rank in ranks],
+        slowest=max(sum(load[b] for b in rank) for rank in ranks),
+        total=sum(load),
+    )
 
 
 def _first_fit(sizes: Sequence[int], room: int) -> list[list[int]]:

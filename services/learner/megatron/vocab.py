@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.errors import InvariantError
 from services.learner.megatron.mcore import GPTModel, gather_from_sequence_parallel_region, parallel_state
 
 # Far below any logit, and finite, so that 0 * it is 0.
@@ -110,8 +111,9 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dlogprobs_L: Tensor | None, dentropy_L: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         hidden_Lc, weight_vc, mine_L, column_L, log_norm_L, entropy_L = ctx.saved_tensors
-        # It is overwritten, so a second backward would be wrong; this makes it fail.
         grad_Lv, ctx.kept_Lv = ctx.kept_Lv, None
+        if grad_Lv is None:
+            raise InvariantError("The output layer's backward ran twice; the first one has overwritten what it kept.")
         given_L = torch.zeros_like(log_norm_L) if dlogprobs_L is None else dlogprobs_L
         inverse_L = (-log_norm_L).exp() / ctx.temperature
         for rows in _chunks(grad_Lv):
