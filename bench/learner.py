@@ -7,6 +7,8 @@ On a CPU: SmolLM2-135M (`make smollm2`; a random model of its shape where that i
 TRL, whose settings `bench/learner_trl.py` tells. On a GPU: a random model of Qwen2.5-1.5B's shape in bfloat16, 32 groups of 8, without
 TRL. Both are one whole step: packing or padding, forward, loss, backward, clipping, AdamW, statistics.
 
+CPU seconds stand beside wall seconds: with other work on the machine they say more. Rates are by wall seconds.
+
 tokens/s: prompt and completion tokens of the batch, every sample counted by itself, by the seconds of the step. Flops are those of
 the positions that are really needed: no padding, shared prefixes once (ours), the output layer at completion tokens.
 """
@@ -45,6 +47,7 @@ class Row:
     needed: Counts
     padding: int  # positions of ``computed`` that hold no token
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)  # of all threads of this process
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def measure(args: argparse.Namespace, model: Path, folder: Path) -> Result:
         head = alone.rows if completions_only else positions
         name = "TRL" + (", output layer at completions only" if completions_only else "")
         row = Row(name, Counts(positions, alone.pairs, head), alone, positions - alone.positions)
-        row.seconds = learner_trl.run_steps(
+        row.seconds, row.cpu_seconds = learner_trl.run_steps(
             model,
             samples,
             group_size=args.batch.group_size,
@@ -132,7 +135,7 @@ def measure(args: argparse.Namespace, model: Path, folder: Path) -> Result:
         )
         rows.append(row)
     for row in rows:
-        row.seconds = row.seconds[1:]
+        row.seconds, row.cpu_seconds = row.seconds[1:], row.cpu_seconds[1:]
     return Result(rows, ceilings[1:], samples, policy)
 
 
@@ -154,11 +157,12 @@ def _our_step(policy: MegatronPolicy, samples: Sequence[TrainSample], row: Row, 
         _set_sharing(policy, share)
         if policy.device.type == "cuda":
             torch.cuda.synchronize()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         policy.train_step(samples, total_steps_done=len(row.seconds))
         if policy.device.type == "cuda":
             torch.cuda.synchronize()
         row.seconds.append(time.perf_counter() - start)
+        row.cpu_seconds.append(time.process_time() - cpu_start)
 
     return step
 
@@ -173,14 +177,14 @@ def report(args: argparse.Namespace, result: Result) -> str:
         f" {args.dtype}, {args.device}, {torch.get_num_threads()} thread(s), torch {torch.__version__}.",
         f"Matmul ceiling: {ceiling / 1e9:,.1f} GFLOP/s (median of {len(result.ceilings)} rounds of {args.matmul_size}^3).",
         "",
-        "| | step, s: median (range) | tokens/s | completion tokens/s | positions computed | padded | GFLOP/s | of the ceiling |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| | step, s: median (range) | CPU s | tokens/s | completion tokens/s | positions computed | padded | GFLOP/s | of the ceiling |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in result.rows:
         seconds = median(row.seconds)
         rate = row.needed.flops(arch) / seconds
         lines.append(
-            f"| {row.name} | {seconds:.2f} ({min(row.seconds):.2f}-{max(row.seconds):.2f}) | {alone.positions / seconds:,.1f}"
+            f"| {row.name} | {seconds:.2f} ({min(row.seconds):.2f}-{max(row.seconds):.2f}) | {median(row.cpu_seconds):.2f} | {alone.positions / seconds:,.1f}"
             f" | {alone.rows / seconds:,.1f} | {row.computed.positions} | {row.padding / row.computed.positions:.1%}"
             f" | {rate / 1e9:,.1f} | {rate / ceiling:.1%} |"
         )
@@ -194,13 +198,15 @@ def _ratios(rows: Sequence[Row]) -> list[str]:
     """How many times faster the first row is than each other, and by what."""
     first, lines = rows[0], []
     for row in rows[1:]:
-        whole = median(row.seconds) / median(first.seconds)
+        whole, in_cpu = (
+            median(b) / median(a) for a, b in ((first.seconds, row.seconds), (first.cpu_seconds, row.cpu_seconds))
+        )
         # In pairs of neighbouring rounds, since the machine's speed drifts.
         pairs = sorted(b / a for a, b in zip(first.seconds, row.seconds, strict=False))
         fewer = row.computed.positions / first.computed.positions
         lines.append(
-            f"\n{first.name} against {row.name}: {whole:.2f} times the tokens a second (rounds: {pairs[0]:.2f}-{pairs[-1]:.2f}) ="
-            f" {fewer:.2f} (positions computed) x {whole / fewer:.2f} (cost of each position)."
+            f"\n{first.name} against {row.name}: {whole:.2f} times the tokens a second (rounds: {pairs[0]:.2f}-{pairs[-1]:.2f}),"
+            f" {in_cpu:.2f} times by CPU seconds = {fewer:.2f} (positions computed) x {in_cpu / fewer:.2f} (cost of each position)."
         )
     return lines
 

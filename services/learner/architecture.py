@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from common.errors import ConfigError
-from services.learner.config import ParallelConfig
 
 Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
@@ -141,7 +140,9 @@ def _parse(family: Family, raw: dict[str, Any], path: Path) -> Architecture:
 
 
 def _experts(raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    num_experts, per_token = raw["num_experts"], raw["num_experts_per_tok"]
+    # transformers 5.19 saves it by the second name; the hub's models have the first.
+    num_experts = raw["num_local_experts"] if "num_experts" not in raw else raw["num_experts"]
+    per_token = raw["num_experts_per_tok"]
     if not 1 <= per_token <= num_experts:
         raise ConfigError(f"{path}: num_experts_per_tok = {per_token} of num_experts = {num_experts} can't be.")
     return {
@@ -220,51 +221,3 @@ def _attention_factor(given: dict[str, Any]) -> float:
     if given.get("mscale") and given.get("mscale_all_dim"):
         return temperature(given["mscale"]) / temperature(given["mscale_all_dim"])
     return temperature(1.0)
-
-
-def layout_violations(arch: Architecture, parallel: ParallelConfig, world_size: int) -> list[str]:
-    """What of ``parallel`` does not divide, one sentence each with the remedy; empty when the layout fits."""
-    tensor, pipeline = parallel.tensor, parallel.pipeline
-    found = []
-    if world_size % (tensor * pipeline):
-        found.append(
-            f"world size {world_size} is not a multiple of parallel.tensor * parallel.pipeline = {tensor * pipeline}:"
-            " start a multiple of it"
-        )
-    for what, count in (("key-value heads", arch.num_kv_heads), ("attention heads", arch.num_heads)):
-        if count % tensor:
-            found.append(f"{count} {what} don't divide by parallel.tensor = {tensor}: take a divisor of {count}")
-    if arch.ffn_size % tensor:
-        found.append(f"intermediate_size {arch.ffn_size} doesn't divide by parallel.tensor = {tensor}")
-    if arch.num_layers % pipeline:
-        found.append(f"{arch.num_layers} layers don't divide by parallel.pipeline = {pipeline}")
-    if parallel.sequence and tensor == 1:
-        found.append("parallel.sequence needs parallel.tensor > 1: drop one of them")
-    return found
-
-
-def stage_layers(num_layers: int, parallel: ParallelConfig) -> tuple[tuple[range, ...], ...]:
-    """``[stage][v]``: the layers, from 0, of virtual stage v of each pipeline stage, as Megatron deals them.
-
-    Every turn v goes over all stages, so with 8 layers, 2 stages and 2 virtual stages: ((0-1, 4-5), (2-3, 6-7)). The layout must
-    divide; see ``layout_violations``.
-    """
-    per_stage = _layers_per_stage(num_layers, parallel)
-    dealt: list[list[range]] = [[] for _ in per_stage]
-    start = 0
-    for _ in range(parallel.virtual_stages):
-        for stage, count in enumerate(per_stage):
-            end = start + count // parallel.virtual_stages
-            dealt[stage].append(range(start, end))
-            start = end
-    return tuple(tuple(parts) for parts in dealt)
-
-
-def _layers_per_stage(num_layers: int, parallel: ParallelConfig) -> list[int]:
-    """Layers of each pipeline stage; the stages whose number is not given share the rest, rounded down."""
-    counts: list[int | None] = [None] * parallel.pipeline
-    if parallel.pipeline > 1:
-        counts[0], counts[-1] = parallel.first_stage_layers, parallel.last_stage_layers
-    free = counts.count(None)
-    rest = num_layers - sum(count or 0 for count in counts)
-    return [rest // free if count is None else count for count in counts]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -58,13 +59,16 @@ class DeviceBatch:
         )
 
 
-def even_out(batches: Sequence[MicroBatch], multiple: int, *, alignment: int) -> list[MicroBatch]:
+def even_out(batches: Sequence[MicroBatch], multiple: int, *, alignment: int, device: torch.device) -> list[MicroBatch]:
     """The micro-batches in equal length, their count filled up to a ``multiple`` with such that have no samples.
 
-    For the interleaved schedule: it wants a multiple of the stages, and its exchange of varying lengths mixes up the two
-    directions between two stages. Balanced micro-batches are nearly of one length, so it costs little.
+    The length is that of the longest on any rank: collective over the world. For the interleaved schedule, which wants a multiple
+    of the stages, and whose exchange of varying lengths mixes up the two directions between two stages; and for gathers between
+    data-parallel ranks. Balanced micro-batches are nearly of one length, so it costs little.
     """
-    longest = max(len(batch.tokens) for batch in batches)
+    most = torch.tensor(max(len(batch.tokens) for batch in batches), device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    longest = int(most)
     fillers = [pack([], [], alignment=alignment)] * (-len(batches) % multiple)
     return [pad_to(batch, longest) for batch in [*batches, *fillers]]
 

@@ -26,11 +26,14 @@ from common.errors import TrainingError
 from services.learner.architecture import read_architecture
 from services.learner.config import LearnerConfig, OptimizerConfig
 from services.learner.losses import MAX_NAMES, SUM_NAMES, TokenSums, clipped_objective
-from services.learner.megatron import checkpoint, device_map, export, hf_names
+from services.learner.megatron import device_map, export, hf_weights
 from services.learner.megatron.batch import DeviceBatch, even_out
+from services.learner.megatron.checkpoint import Checkpointer
+from services.learner.megatron.loss_scale import apply_gradients, gradient_norm
 from services.learner.megatron.mcore import get_forward_backward_func
-from services.learner.megatron.model import build_model, build_optimizer, choose_device, init_world
+from services.learner.megatron.model import build_model, build_optimizer, choose_device, init_world, needs_equal_lengths
 from services.learner.megatron.rotary import Rotary
+from services.learner.megatron.spec import LOCAL, parts_for
 from services.learner.packing import MicroBatch, TrainSample, pack, plan_microbatches
 from services.learner.policy import StepStats
 
@@ -59,9 +62,12 @@ class MegatronPolicy:
         self.ranks = init_world(config, arch, self.device, seed=seed)
         with device_map.scope(self.device):
             self.model = build_model(config, arch, self.ranks, self.device, deterministic=deterministic)
-            hf_names.load_hf(self.model, self.model_path)
+            hf_weights.load_hf(self.model, self.model_path)
             self.optimizer = build_optimizer(config, self.model)
         self.rotary = Rotary.of(arch, self.device)
+        self.checkpointer = Checkpointer(
+            self.model, self.optimizer, source=self.model_path, timeout_s=config.wait_timeout_s
+        )
         # Sequence parallelism cuts the tokens over the tensor ranks; tensor cores like multiples of 8.
         self.alignment = math.lcm(
             self.ranks.tensor_size if config.parallel.sequence else 1, 8 if self.device.type == "cuda" else 1
@@ -94,8 +100,8 @@ class MegatronPolicy:
             local = self._run_schedule(batches, self._train_forward, forward_only=False)
             totals, maxima = self._reduce_stats(local)
             self._check_forward(totals, total_steps_done)
-            self.optimizer.prepare_grads()
-            grad_norm = float(self.optimizer.get_grad_norm())
+            norm = gradient_norm(self.optimizer)  # none: float16 overflowed, and this step is skipped
+            grad_norm = 0.0 if norm is None else norm
             if not math.isfinite(grad_norm):
                 raise TrainingError(
                     f"The gradient norm of step {total_steps_done + 1} is {grad_norm}; nothing was updated."
@@ -103,7 +109,8 @@ class MegatronPolicy:
             lr = learning_rate(self.config.optimizer, total_steps_done)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.optimizer.step()
+            if norm is not None:
+                apply_gradients(self.optimizer, norm)
         count = totals["num_loss_tokens"]
         return StepStats(
             loss=totals["loss"] / count,
@@ -121,6 +128,8 @@ class MegatronPolicy:
             kl_k3=totals["kl"] / count,
             entropy=totals["entropy"] / count,
             step_s=time.perf_counter() - start,
+            num_overflows=int(norm is None),
+            loss_scale=float(self.optimizer.get_loss_scale()),
         )
 
     @torch.no_grad()
@@ -138,25 +147,31 @@ class MegatronPolicy:
         dist.all_reduce(flat)
         return [part.astype(np.float32) for part in np.split(flat.cpu().numpy(), bounds[1:-1])]
 
-    def save_checkpoint(self, root: Path, step: int, extra: dict[str, Any]) -> Path:
-        """Weights, optimizer and random states into ``root/step-XXXXXXXX``, atomically; see ``checkpoint``."""
-        return checkpoint.save_checkpoint(Path(root), step, extra, self.model, self.optimizer)
+    def begin_checkpoint(self, root: Path, step: int, extra: dict[str, Any]) -> None:
+        """Weights, optimizer and random states into ``root/step-XXXXXXXX``, in the background; see ``checkpoint``."""
+        with device_map.scope(self.device):
+            self.checkpointer.begin(Path(root), step, extra)
+
+    def finish_checkpoint(self, *, wait: bool) -> int | None:
+        """The step of a checkpoint that has become whole since the last call; see ``checkpoint``."""
+        return self.checkpointer.finish(wait=wait)
 
     def load_checkpoint(self, path: Path) -> tuple[int, dict[str, Any]]:
-        """Goes on from the checkpoint folder ``path``; returns (step, extra) as they were saved."""
-        return checkpoint.load_checkpoint(Path(path), self.model, self.optimizer)
+        """Goes on from the checkpoint folder ``path``, of any layout; returns (step, extra) as they were saved."""
+        with device_map.scope(self.device):
+            return self.checkpointer.load(Path(path))
 
     def export_hf(self, target: Path) -> None:
         """Writes a Hugging Face model folder, with config and tokenizer of the model it started from; see ``export``."""
         export.export_hf(Path(target), self.model_path, self.model)
 
     def plan_hf_tensors(self, dtype: torch.dtype | None = None) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        """(HF name, shape, dtype) of this stage's tensors in the order of sending; see ``hf_names``."""
-        return hf_names.plan_hf_tensors(self.model, dtype)
+        """(HF name, shape, dtype) of this stage's tensors in the order of sending; see ``hf_weights``."""
+        return hf_weights.plan_hf_tensors(self.model, dtype)
 
     def iter_hf_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yields (HF name, full tensor) of this stage in that order, on every tensor rank; see ``hf_names``."""
-        return hf_names.iter_hf_tensors(self.model, dtype)
+        """Yields (HF name, full tensor) of this stage in that order, on every tensor rank; see ``hf_weights``."""
+        return hf_weights.iter_hf_tensors(self.model, dtype)
 
     def _local_batches(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
         plan = plan_microbatches(
@@ -165,7 +180,7 @@ class MegatronPolicy:
             num_ranks=self.ranks.data_size,
             hidden_size=self.model.arch.hidden_size,
             alignment=self.alignment,
-            share_prefixes=self.config.share_prefixes == "auto",
+            share_prefixes=self.config.share_prefixes == "auto" and parts_for(self.device) is LOCAL,
         )
         return [pack(samples, pieces, alignment=self.alignment) for pieces in plan[self.ranks.data]]
 
@@ -186,8 +201,9 @@ class MegatronPolicy:
         for ddp in ddps:
             ddp.train(not forward_only)
         seq_length = self.config.max_tokens_per_microbatch  # each micro-batch tells its own
-        if len(ddps) > 1:
-            batches = even_out(batches, self.ranks.pipeline_size, alignment=self.alignment)
+        if needs_equal_lengths(self.config, self.model.arch, self.device):
+            multiple = self.ranks.pipeline_size if len(ddps) > 1 else 1
+            batches = even_out(batches, multiple, alignment=self.alignment, device=self.device)
             seq_length = len(batches[0].tokens)
         feeds = [(self._to_device(batch) for batch in batches) for _ in ddps]
         results: list[Any] = get_forward_backward_func()(

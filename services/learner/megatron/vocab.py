@@ -18,8 +18,8 @@ from torch import Tensor
 from common.errors import InvariantError
 from services.learner.megatron.mcore import GPTModel, gather_from_sequence_parallel_region, parallel_state
 
-# Far below any logit, and finite, so that 0 * it is 0.
-PADDED_LOGIT = -1e9
+# Far below any logit, and finite in every type, so that 0 * it is 0.
+PADDED_LOGIT = -6e4
 # Elements that one pass over rows handles, to bound its scratch memory: about a processor's cache, or little of a GPU's memory.
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}
 
