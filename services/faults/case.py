@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,7 +192,7 @@ def run_case(case: Case, folder: Path, *, seed: int = 0) -> Result:
     except NotRun as reason:
         result.not_run, result.why = True, str(reason)
     except AssertionError as error:
-        result.why = str(error) or "an assertion without a text"
+        result.why = str(error) or f"an assertion without a text:\n{traceback.format_exc(limit=-1)}"
     except Exception as error:  # a case that breaks has failed, and the next one must run
         result.why = f"{type(error).__name__}: {error}"
     result.wall_s = time.monotonic() - started

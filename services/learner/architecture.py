@@ -138,3 +138,30 @@ def layout_violations(arch: Architecture, parallel: ParallelConfig, world_size: 
     if parallel.sequence and tensor == 1:
         found.append("parallel.sequence needs parallel.tensor > 1: drop one of them")
     return found
+
+
+def stage_layers(num_layers: int, parallel: ParallelConfig) -> tuple[tuple[range, ...], ...]:
+    """``[stage][v]``: the layers, from 0, of virtual stage v of each pipeline stage, as Megatron deals them.
+
+    Every turn v goes over all stages, so with 8 layers, 2 stages and 2 virtual stages: ((0-1, 4-5), (2-3, 6-7)). The layout must
+    divide; see ``layout_violations``.
+    """
+    per_stage = _layers_per_stage(num_layers, parallel)
+    dealt: list[list[range]] = [[] for _ in per_stage]
+    start = 0
+    for _ in range(parallel.virtual_stages):
+        for stage, count in enumerate(per_stage):
+            end = start + count // parallel.virtual_stages
+            dealt[stage].append(range(start, end))
+            start = end
+    return tuple(tuple(parts) for parts in dealt)
+
+
+def _layers_per_stage(num_layers: int, parallel: ParallelConfig) -> list[int]:
+    """Layers of each pipeline stage; the stages whose number is not given share the rest, rounded down."""
+    counts: list[int | None] = [None] * parallel.pipeline
+    if parallel.pipeline > 1:
+        counts[0], counts[-1] = parallel.first_stage_layers, parallel.last_stage_layers
+    free = counts.count(None)
+    rest = num_layers - sum(count or 0 for count in counts)
+    return [rest // free if count is None else count for count in counts]

@@ -20,6 +20,21 @@ class ParallelConfig(StrictModel):
 
     tensor: int = Field(default=1, ge=1, description="ranks that share each matrix (Megatron tensor parallelism)")
     pipeline: int = Field(default=1, ge=1, description="stages the layers are cut into (Megatron 1F1B schedule)")
+    virtual_stages: int = Field(
+        default=1,
+        ge=1,
+        description="parts of each stage, dealt in turns (Megatron's interleaved schedule); above 1 needs pipeline > 1",
+    )
+    first_stage_layers: int | None = Field(
+        default=None,
+        ge=1,
+        description="layers of the first stage; none: as many as the others. Leaves room for embeddings",
+    )
+    last_stage_layers: int | None = Field(
+        default=None,
+        ge=1,
+        description="layers of the last stage; none: as many as the others. Leaves room for the head",
+    )
     sequence: bool = Field(
         default=False,
         description="Megatron sequence parallelism: norms run on 1/tensor of the tokens; needs tensor > 1",

@@ -154,15 +154,19 @@ class RolloutNode:
             await asyncio.shield(self._tell(cancelled, f"acknowledgement that group {lease.group_id} is given back"))
         except (PeerError, WaitTimeout):
             pass  # ``channel.failed`` carries it, and ends the node
-        except EngineDied as error:  # it would fail every lease, of healthy tasks: the node goes, others take them
-            if not self.channel.failed.done():
-                log.error("engine_died", error=str(error))
-                self.channel.failed.set_exception(error)
-                self.channel.failed.exception()  # seen: ``guard`` raises it
+        except EngineDied as error:  # it would fail every lease, of healthy tasks: others take them
+            self._fail(error)
         except Exception as error:  # ends this lease only, and the coordinator counts the attempt
             log.exception("lease_failed", group=lease.group_id)
             failed = m.LeaseFailed(lease_id=lease.lease_id, error=f"{type(error).__name__}: {error}")
             await self._tell(failed, f"acknowledgement that group {lease.group_id} failed")
+
+    def _fail(self, error: EngineDied) -> None:
+        """The node goes."""
+        if not self.channel.failed.done():
+            log.error("engine_died", error=str(error))
+            self.channel.failed.set_exception(error)
+            self.channel.failed.exception()  # seen: ``guard`` raises it
 
     async def _send(self, lease: m.GenerateLease, completion: Completion) -> None:
         result = m.SampleResult(
@@ -222,6 +226,8 @@ class RolloutNode:
             log.info("weights_updated", version=str(plan.tag), pause_s=round(pause_s, 3))
         except (PeerError, WaitTimeout):
             pass  # ``channel.failed`` carries it
+        except EngineDied as error:
+            self._fail(error)
         except Exception as error:  # any failure of an update is told, and the node serves on with its old weights
             log.exception("weight_update_failed", version=str(plan.tag))
             failed = m.SyncFailed(sync_id=plan.sync_id, error=f"{type(error).__name__}: {error}")

@@ -8,11 +8,12 @@ sampled them (``CompletionOutput.weight_versions``): those labels become the ver
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,15 @@ class _TokenCounter(StatLoggerBase):
             self.generated += iteration_stats.num_generation_tokens
 
     def log_engine_initialized(self) -> None: ...
+
+
+@contextlib.contextmanager
+def _engine_alive() -> Iterator[None]:
+    """Around every call of vLLM, which fails with an error of its own once its engine process is gone."""
+    try:
+        yield
+    except EngineDeadError:
+        raise EngineDied("vLLM's engine process died. Its last words are above; start this node again.") from None
 
 
 class VllmEngine:
@@ -153,11 +163,9 @@ class VllmEngine:
 
     async def _one(self, prompt_ids: list[int], sample_index: int, params: SamplingParams) -> Completion:
         final: RequestOutput | None = None
-        try:
+        with _engine_alive():
             async for output in self.llm.generate({"prompt_token_ids": prompt_ids}, params, uuid.uuid4().hex):
                 final = output
-        except EngineDeadError:
-            raise EngineDied("vLLM's engine process died. Its last words are above; start this node again.") from None
         assert final is not None
         return _completion(sample_index, prompt_ids, final.outputs[0])
 
@@ -173,7 +181,8 @@ class VllmEngine:
             "world_size": plan.world_size,
             "timeout_s": plan.timeout_s,
         }
-        await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
+        with _engine_alive():
+            await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
         self._group_key = plan.group_key
 
     async def update_weights(self, plan: SyncPlan) -> float:
@@ -182,20 +191,22 @@ class VllmEngine:
         In ``keep`` mode requests stay where they are and go on with the new weights; their next tokens start a new segment.
         """
         started = time.monotonic()
-        await self.llm.pause_generation(mode="keep", clear_cache=not self.config.keep_prefix_cache)
-        try:
-            await self.llm.start_weight_update()
-            await self.llm.update_weights(WeightTransferUpdateRequest(update_info={"version": plan.tag.version}))
-            await self.llm.finish_weight_update(str(plan.tag.version))
-            self.holds = plan.tag
-        finally:
-            await self.llm.resume_generation()
+        with _engine_alive():
+            await self.llm.pause_generation(mode="keep", clear_cache=not self.config.keep_prefix_cache)
+            try:
+                await self.llm.start_weight_update()
+                await self.llm.update_weights(WeightTransferUpdateRequest(update_info={"version": plan.tag.version}))
+                await self.llm.finish_weight_update(str(plan.tag.version))
+                self.holds = plan.tag
+            finally:
+                await self.llm.resume_generation()
         return time.monotonic() - started
 
     async def leave_groups(self) -> None:
         """Close the workers' groups; the next update forms new ones."""
         self._group_key = ""
-        await self.llm.shutdown_weight_transfer_engine()
+        with _engine_alive():
+            await self.llm.shutdown_weight_transfer_engine()
 
     async def close(self) -> None:
         """Stop vLLM's processes."""

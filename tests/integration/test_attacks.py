@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -549,11 +548,9 @@ def test_several_processes_share_one_memory_limit(several: Judge) -> None:
 ], ids=["bomb", "stubborn", "sleepers", "runner"])  # fmt: skip
 def test_more_processes_than_allowed_end_all_of_them(several: Judge, code: str) -> None:
     """S23, with processes allowed."""
-    started = time.monotonic()
     result = several.judge(fenced(code), suite_of("stdin", limits=SEVERAL))
     assert short(result) in ("RE", "TLE", "MLE", "WA"), result
     assert result.cpu_s < SEVERAL["cpu_s"] + _BOMB_S  # the worker competes with them all
-    assert time.monotonic() - started < 30
     assert_clean(several, "stdin", code)
 
 

@@ -232,7 +232,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(model: Path, what: str) -> No
 def test_a_gradient_that_is_not_finite_changes_nothing(model: Path) -> None:
     policy = make_policy(model)
     before = weights(policy)
-    hook = policy.model.gpt.decoder.final_layernorm.weight.register_hook(lambda grad: grad * float("inf"))
+    hook = policy.model.chunks[0].decoder.final_layernorm.weight.register_hook(lambda grad: grad * float("inf"))
     with pytest.raises(TrainingError, match="gradient norm of step 1"):
         policy.train_step(make_samples(SIZES["vocab_size"]), total_steps_done=0)
     hook.remove()

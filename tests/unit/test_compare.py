@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections import deque
 from decimal import Decimal
 from fractions import Fraction
@@ -196,21 +195,17 @@ def test_the_sentence_says_where_and_what() -> None:
      (b"a " * 500_000, "a"), (b"\n" * 10**6, "a"), (b"a\n" * 500_000, "a"), (b" " * 10**6, "a"), (b"-" * 10**6, "1.0"), (b"1e" * 500_000, "1.0")],
 )  # fmt: skip
 @pytest.mark.parametrize("compare", EVERY, ids=str)
+@pytest.mark.timeout(60)  # what grows faster than its input takes hours
 def test_a_megabyte_against_a_short_answer_costs_little(output: bytes, expected: str, compare: Compare) -> None:
-    started = time.process_time()
     assert not right(output, expected, compare)
-    assert time.process_time() - started < (
-        1.0 if compare.any_order else 0.3
-    )  # most take 1 to 20 ms; the rest is for a busy machine
 
 
+@pytest.mark.timeout(60)  # what grows faster than its input takes hours
 def test_the_time_for_a_long_answer_grows_with_its_length_only() -> None:
     values = [f"{random.Random(2).random():.9f} {i % 7}" for i in range(10_000)]
     noisy = "\n".join(value.replace(" ", "1 ") for value in reversed(values))
-    started = time.process_time()
     right(noisy, "\n".join(values), SHUFFLED)
     right("\n".join(f"0.5{i:06}" for i in range(10_000)), "\n".join("0.5" for _ in range(10_000)), SHUFFLED)
-    assert time.process_time() - started < 5.0
 
 
 # --- values ---
@@ -385,12 +380,11 @@ def test_values_too_deep_or_that_hold_themselves_are_wrong_and_nothing_raises() 
         assert not same(knot, knot, compare)
 
 
-def test_a_huge_int_against_a_decimal_is_wrong_at_once() -> None:
-    started = time.process_time()
+@pytest.mark.timeout(60)  # what grows faster than its input takes hours
+def test_a_huge_int_against_a_decimal_is_wrong_without_being_written_out() -> None:
     assert not same((1 << (1 << 20)) - 1, Decimal(1))
     assert not same(Decimal("1e315652"), 1 << (1 << 20))
     assert not same(Fraction(1 << (1 << 20), 3), Decimal(1))
-    assert time.process_time() - started < 0.5
 
 
 def test_the_sentence_says_where_in_the_value_and_what() -> None:
@@ -410,7 +404,6 @@ def test_the_sentence_says_where_in_the_value_and_what() -> None:
      ([float("nan")] * 20_000, [1.0] * 20_000)],
     ids=["collide", "crowded", "noisy", "huge", "nan"],
 )  # fmt: skip
+@pytest.mark.timeout(60)  # what grows faster than its input takes hours
 def test_long_lists_in_any_order_take_bounded_time(value: Any, expected: Any) -> None:
-    started = time.process_time()
     value_problem(value, expected, SHUFFLED, as_json=True)
-    assert time.process_time() - started < 5.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,12 +95,11 @@ def test_no_code_is_none(completion: str) -> None:
     assert extract_code(completion, "solve") is None
 
 
+@pytest.mark.timeout(60)  # what grows faster than its input takes hours
 def test_a_long_module_without_a_fence_keeps_its_code_and_loses_the_prose() -> None:
     body = "".join(f"def helper_{i}(x):\n    return x + {i}\n\n" for i in range(1000))
     completion = f"{body}{CODE}\n# notes\nThis solution adds one to its argument.\n"
-    started = time.process_time()
     assert value_of(completion) == 2
-    assert time.process_time() - started < 1.0
 
 
 @pytest.mark.parametrize(
@@ -254,19 +251,17 @@ def shapes() -> list[str]:
 
 
 @pytest.mark.parametrize("unit", shapes(), ids=repr)
-def test_five_megabytes_of_anything_take_a_fraction_of_a_second(unit: str) -> None:
+@pytest.mark.timeout(60)  # what grows faster than its input takes hours
+def test_five_megabytes_of_anything_are_read_once_or_a_few_times(unit: str) -> None:
     text = unit * (5_000_000 // len(unit))
-    started = time.process_time()
     extract_code(f"```python\n{text}", "solve")
     extract_code(f"{text}\ndef solve(x):\n    print(input())\n")
-    assert time.process_time() - started < 2.0  # 0.05 to 0.45 s each on a quiet machine
 
 
+@pytest.mark.timeout(60)  # what grows faster than its input takes hours
 def test_a_long_run_of_marks_is_looked_at_once() -> None:
-    started = time.process_time()
     extract_code("`" * 5_000_000 + "a", "solve")
     extract_code("x" + "~" * 5_000_000 + "a", "solve")
-    assert time.process_time() - started < 1.0
 
 
 @given(st.text(alphabet=st.sampled_from(list("`~ \n\t'\"<>/thinkdefsolv(x):=\r\ud800\0#-1.")), max_size=400))

@@ -1,5 +1,6 @@
 """A rollout node's own account of its time, with an engine whose updates take as long as the test says."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from protocol import messages as m
 from protocol.config import RunConfig
 from protocol.versions import VersionTag
 from services.rollout.config import RolloutConfig
+from services.rollout.engine import EngineDied
 from services.rollout.service import RolloutNode
 
 PLAN = m.SyncPlan(
@@ -49,3 +51,38 @@ async def test_the_time_of_pauses_is_the_sum_of_all_of_them_failed_ones_too(tmp_
         clock[0] += 10  # between two of them it generates
         seen.append(channel.beat_fields()["counters"]["paused_s"])
     assert seen == [0.0, 0.5, 2.5, 3.75, 4.0]
+
+
+@pytest.mark.parametrize("call", ["form_groups", "update_weights"])
+async def test_an_engine_that_is_found_dead_during_an_update_ends_the_node(tmp_path, call):
+    class Engine:
+        holds = VersionTag(version=0)
+        num_workers = 1
+
+        def generated_tokens(self):
+            return 0
+
+        async def form_groups(self, plan, member):
+            if call == "form_groups":
+                raise EngineDied("vLLM's engine process died")
+
+        async def update_weights(self, plan):
+            raise EngineDied("vLLM's engine process died")
+
+    told = []
+
+    async def request(message, arrays=None):
+        told.append(message.kind)
+        return SimpleNamespace(message=message)
+
+    channel = SimpleNamespace(
+        capacity=0, node_id="a", request=request, failed=asyncio.get_running_loop().create_future()
+    )
+    run = RunConfig(id="r", dir=tmp_path, model=tmp_path)
+    node = RolloutNode(run, RolloutConfig(engine="fake"), Engine(), channel, WaitTable())
+    go = asyncio.get_running_loop().create_future()
+    go.set_result(None)
+    plan = PLAN.model_copy(update={"members": [m.SyncMember(node_id="a", first_rank=1, num_workers=1)]})
+    await node._take_weights(plan, go)
+    assert isinstance(channel.failed.exception(), EngineDied)
+    assert "sync_failed" not in told, "a dead engine's node leaves; it doesn't serve on with old weights"

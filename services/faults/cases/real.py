@@ -102,7 +102,7 @@ def _learner(scene: Scene, ranks: int) -> Role:
 
 def _finish(scene: Scene, roles: dict[str, Role]) -> None:
     scene.run.assert_all_exit(*roles.values(), timeout_s=START_S)
-    assert (scene.run.run_dir / "export" / "config.json").is_file()
+    assert (scene.run.run_dir / "export" / "config.json").is_file(), "no export"
 
 
 def _engine_dies(scene: Scene) -> None:
@@ -129,7 +129,7 @@ def _engine_core_dies(scene: Scene) -> None:
     code = roles["a"].exit_code(60)
     scene.detect()
     assert code == 1, f"the node ended with {code}"
-    assert "engine process died" in roles["a"].error()
+    assert "engine process died" in roles["a"].error(), f"the node said: {roles['a'].error()[:500]}"
     roles["a"] = scene.run.again(roles["a"])
     _finish(scene, roles)
 
@@ -161,7 +161,7 @@ def _rank_dies(scene: Scene) -> None:
     scene.inject(rule.wait(60))
     code = roles["learner"].exit_code(120)
     scene.detect(time.time())
-    assert code != 0
+    assert code != 0, "torchrun says that all is well"
     assert_gone(ranks, within_s=20)
     roles["learner"] = _learner(scene, 2)
     _finish(scene, roles)

@@ -111,7 +111,7 @@ def _layout(model: BuiltModel, optimizer: Any) -> dict[str, Any]:
     ranks, sharded = model.ranks, _is_sharded(optimizer)
     return {
         "tensor": ranks.tensor_size,
-        "pipeline": ranks.pipeline_size,
+        "pipeline": [[list(part) for part in stage] for stage in model.layers],
         "optimizer_shards": ranks.data_size if sharded else 1,
         "dtype": str(model.config.params_dtype),
         "shape": [model.arch.num_layers, model.arch.hidden_size, model.arch.ffn_size, model.arch.vocab_size],
@@ -130,8 +130,8 @@ def _state(model: BuiltModel, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _weights(model: BuiltModel, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
     """The model's parameters, and the optimizer's masters where those are tensors of their own."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.gpt.parameters()}
-    for name, parameter in model.gpt.named_parameters():
+    own = {parameter.untyped_storage().data_ptr() for _, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
         yield f"model.{name}", parameter.data
     for name, parameter, _ in _masters(optimizer):
         # In float32 they are the parameters, or (distributed optimizer) views into them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.learner.architecture import Architecture
-from services.learner.megatron.hf_names import TIED_HEAD, hf_shape, iter_hf_tensors, stage_entries
+from services.learner.megatron.hf_names import hf_shape, is_sent, iter_hf_tensors, stage_entries
 from services.learner.megatron.model import BuiltModel
 
 # Bytes of weights per file, and so the most that one rank holds beside its model.
@@ -28,7 +29,7 @@ def export_hf(target: Path, source: Path, model: BuiltModel, *, shard_bytes: int
     Each pipeline stage writes its own layers, shard by shard. ``source``: the folder the policy was loaded from.
     """
     partial = target.with_name(f".partial-{target.name}")
-    files = plan_files(model.arch, model.ranks.pipeline_size, shard_bytes)
+    files = plan_files(model.arch, model.layers, shard_bytes)
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -42,14 +43,14 @@ def export_hf(target: Path, source: Path, model: BuiltModel, *, shard_bytes: int
     dist.barrier()
 
 
-def plan_files(arch: Architecture, num_stages: int, shard_bytes: int) -> dict[str, str]:
+def plan_files(arch: Architecture, layers: Sequence[Sequence[range]], shard_bytes: int) -> dict[str, str]:
     """HF name -> file name, over all stages, in the order of writing; ``model.safetensors`` alone where one file holds all."""
     width = getattr(torch, arch.dtype).itemsize
     files: dict[str, str] = {}
-    for stage in range(num_stages):
+    for stage in range(len(layers)):
         used, shard = 0, 0
-        for entry in stage_entries(arch, stage, num_stages):
-            for name in entry.hf if entry is not TIED_HEAD else ():
+        for entry in stage_entries(arch, layers, stage):
+            for name in entry.hf if is_sent(entry) else ():
                 size = math.prod(hf_shape(arch, name)) * width
                 if used and used + size > shard_bytes:
                     used, shard = 0, shard + 1

@@ -7,7 +7,8 @@ gate above up. Tensor ranks hold whole groups, so each rank's part of q, k, v, g
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -68,24 +69,35 @@ FAMILY_LAYER: dict[str, tuple[Entry, ...]] = {
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
 
-def stage_entries(arch: Architecture, stage: int, num_stages: int) -> list[Entry]:
+def stage_entries(arch: Architecture, layers: Sequence[Sequence[range]], stage: int) -> list[Entry]:
     """The parameters of a pipeline stage with their layer numbers filled in, in the order in which tensors are sent.
 
-    The last stage of a tied model has its own copy of the embedding (``TIED_HEAD``), which is loaded but not sent.
+    ``layers``: as in ``BuiltModel``. The last stage of a tied model has its own copy of the embedding (``TIED_HEAD``), which is
+    loaded but not sent.
     """
-    per_stage = arch.num_layers // num_stages
-    entries = [EMBEDDING] if stage == 0 else []
-    for i in range(per_stage):
-        for entry in LAYER + FAMILY_LAYER[arch.family]:
-            names = tuple(name.format(n=stage * per_stage + i) for name in entry.hf)
-            entries.append(Entry(entry.megatron.format(i=i), names, entry.kind))
-    if stage == num_stages - 1:
-        entries.append(FINAL)
+    entries = [_of_chunk(0, EMBEDDING)] if stage == 0 else []
+    for v, held in enumerate(layers[stage]):
+        for i, n in enumerate(held):
+            for entry in LAYER + FAMILY_LAYER[arch.family]:
+                names = tuple(name.format(n=n) for name in entry.hf)
+                entries.append(_of_chunk(v, Entry(entry.megatron.format(i=i), names, entry.kind)))
+    if stage == len(layers) - 1:
+        last = len(layers[stage]) - 1
+        entries.append(_of_chunk(last, FINAL))
         if not arch.tied_embeddings:
-            entries.append(HEAD)
-        elif num_stages > 1:
-            entries.append(TIED_HEAD)
+            entries.append(_of_chunk(last, HEAD))
+        elif len(layers) > 1:
+            entries.append(_of_chunk(last, TIED_HEAD))
     return entries
+
+
+def _of_chunk(v: int, entry: Entry) -> Entry:
+    return dataclasses.replace(entry, megatron=f"{v}.{entry.megatron}")
+
+
+def is_sent(entry: Entry) -> bool:
+    """Whether the tensor goes out from here: the second copy of a tied embedding does not."""
+    return not (entry.megatron.endswith(TIED_HEAD.megatron) and entry.hf == TIED_HEAD.hf)
 
 
 def hf_shape(arch: Architecture, name: str) -> tuple[int, ...]:
@@ -136,11 +148,11 @@ def load_hf(model: BuiltModel, path: Path) -> None:
         ConfigError: no safetensors; names that are missing or that nothing takes (lists both); a wrong shape.
     """
     arch, ranks = model.arch, model.ranks
-    parameters = dict(model.gpt.named_parameters())
+    parameters = dict(model.named_parameters())
     with contextlib.ExitStack() as stack:
         files = _open_shards(path, stack)
         _check_coverage(arch, files, path)
-        for entry in stage_entries(arch, ranks.pipeline, ranks.pipeline_size):
+        for entry in stage_entries(arch, model.layers, ranks.pipeline):
             target = parameters.pop(entry.megatron)
             parts = [_read_slice(files[name], name, entry.kind, model, path) for name in entry.hf]
             merged = merge(entry.kind, parts, head_dim=arch.head_dim, rows=target.shape[0])
@@ -159,7 +171,7 @@ def _open_shards(path: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
 
 
 def _check_coverage(arch: Architecture, files: dict[str, Any], path: Path) -> None:
-    wanted = {name for entry in stage_entries(arch, 0, 1) for name in entry.hf}
+    wanted = {name for entry in stage_entries(arch, ((range(arch.num_layers),),), 0) for name in entry.hf}
     spare = set(HEAD.hf) if arch.tied_embeddings else set()
     missing = sorted(wanted - files.keys())
     unmapped = sorted(name for name in files.keys() - wanted - spare if not name.endswith(IGNORED_SUFFIX))
@@ -199,8 +211,8 @@ def stage_names(model: BuiltModel) -> list[str]:
 
 
 def _sent_entries(model: BuiltModel) -> list[Entry]:
-    entries = stage_entries(model.arch, model.ranks.pipeline, model.ranks.pipeline_size)
-    return [entry for entry in entries if entry is not TIED_HEAD]
+    entries = stage_entries(model.arch, model.layers, model.ranks.pipeline)
+    return [entry for entry in entries if is_sent(entry)]
 
 
 @torch.no_grad()
@@ -210,7 +222,7 @@ def iter_hf_tensors(model: BuiltModel, dtype: torch.dtype | None = None) -> Iter
     Collective over the tensor group: all its ranks must run it to the end together. The tensors are new or are the
     parameters themselves: copy before you write to them.
     """
-    parameters = dict(model.gpt.named_parameters())
+    parameters = dict(model.named_parameters())
     groups = model.arch.num_kv_heads // model.ranks.tensor_size
     for entry in _sent_entries(model):
         parameter = parameters[entry.megatron].detach().to(dtype or model.config.params_dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,8 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from common.errors import ConfigError, InvariantError
-from services.learner.architecture import Architecture, layout_violations
-from services.learner.config import LearnerConfig
+from services.learner.architecture import Architecture, layout_violations, stage_layers
+from services.learner.config import LearnerConfig, ParallelConfig
 from services.learner.megatron import device_map
 from services.learner.megatron.mcore import (
     ColumnParallelLinear,
@@ -55,14 +56,25 @@ class Ranks:
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """One rank's part of the policy. ``gpt`` is the bare model inside ``ddp``; they share their parameters."""
+    """One rank's part of the policy: one chunk of layers per virtual pipeline stage (one in all, without interleaving).
+
+    ``chunks[v]`` is the bare model inside ``ddps[v]``; they share their parameters. ``layers[stage][v]``: which layers of the
+    whole model, from 0, chunk v of each pipeline stage holds.
+    """
 
     arch: Architecture
     config: TransformerConfig
-    gpt: GPTModel
-    ddp: DistributedDataParallel
+    chunks: tuple[GPTModel, ...]
+    ddps: tuple[DistributedDataParallel, ...]
+    layers: tuple[tuple[range, ...], ...]
     ranks: Ranks
     device: torch.device
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The parameters of all chunks; a name is ``CHUNK.name-in-the-chunk``, as in ``1.decoder.layers.0.mlp.linear_fc1.weight``."""
+        for v, chunk in enumerate(self.chunks):
+            for name, parameter in chunk.named_parameters():
+                yield f"{v}.{name}", parameter
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -100,6 +112,7 @@ def init_world(config: LearnerConfig, arch: Architecture, device: torch.device, 
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=_virtual(parallel),
             distributed_timeout_minutes=math.ceil(config.wait_timeout_s / 60),
             create_gloo_process_groups=False,
         )
@@ -110,6 +123,11 @@ def init_world(config: LearnerConfig, arch: Architecture, device: torch.device, 
     if device.type == "cuda":
         model_parallel_cuda_manual_seed(seed)
     return ranks
+
+
+def _virtual(parallel: ParallelConfig) -> int | None:
+    """Megatron's word for the virtual stages: none means no interleaving."""
+    return parallel.virtual_stages if parallel.virtual_stages > 1 else None
 
 
 def _join(device: torch.device, timeout: timedelta) -> None:
@@ -145,29 +163,45 @@ def build_model(
 ) -> BuiltModel:
     """This rank's layers with uninitialized weights: load them next, and make the optimizer after that."""
     megatron_config = transformer_config(config, arch, device, deterministic=deterministic)
-    gpt = GPTModel(
-        config=megatron_config,
-        transformer_layer_spec=block_spec(megatron_config),
+    layers = stage_layers(arch.num_layers, config.parallel)
+    chunks = [_build_chunk(megatron_config, arch, ranks, v, len(layers[0])).to(device) for v in range(len(layers[0]))]
+    for chunk, held in zip(chunks, layers[ranks.pipeline], strict=True):
+        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        assert numbers == list(held), (numbers, held)
+        _mark_tensor_parallel(chunk)
+    ddps = [_wrap(config, megatron_config, chunk) for chunk in chunks]
+    # A list for the interleaved schedule, a function for the others.
+    megatron_config.no_sync_func = [ddp.no_sync for ddp in ddps] if len(ddps) > 1 else ddps[0].no_sync
+    return BuiltModel(arch, megatron_config, tuple(chunks), tuple(ddps), layers, ranks, device)
+
+
+def _build_chunk(config: TransformerConfig, arch: Architecture, ranks: Ranks, v: int, num_chunks: int) -> GPTModel:
+    """Virtual stage ``v`` of this rank's ``num_chunks``."""
+    vp_stage = v if num_chunks > 1 else None
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(config, vp_stage),
         vocab_size=arch.padded_vocab_size(ranks.tensor_size),
         max_sequence_length=arch.max_positions,
-        pre_process=ranks.pipeline == 0,
-        post_process=ranks.is_last_stage,
+        pre_process=ranks.pipeline == 0 and v == 0,
+        post_process=ranks.is_last_stage and v == num_chunks - 1,
         share_embeddings_and_output_weights=arch.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=arch.rope_theta,
         rope_scaling=arch.rope_scaling_factor is not None,
         rope_scaling_factor=arch.rope_scaling_factor or 1.0,
-    ).to(device)
-    _mark_tensor_parallel(gpt)
-    ddp = DistributedDataParallel(
+        vp_stage=vp_stage,
+    )
+
+
+def _wrap(config: LearnerConfig, megatron_config: TransformerConfig, chunk: GPTModel) -> DistributedDataParallel:
+    return DistributedDataParallel(
         config=megatron_config,
         ddp_config=DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=config.optimizer.distributed
         ),
-        module=Float16Module(megatron_config, gpt) if megatron_config.bf16 else gpt,
+        module=Float16Module(megatron_config, chunk) if megatron_config.bf16 else chunk,
     )
-    megatron_config.no_sync_func = ddp.no_sync
-    return BuiltModel(arch=arch, config=megatron_config, gpt=gpt, ddp=ddp, ranks=ranks, device=device)
 
 
 def _mark_tensor_parallel(gpt: GPTModel) -> None:
@@ -210,6 +244,9 @@ def transformer_config(
             attention_dropout=0.0,
             tensor_model_parallel_size=config.parallel.tensor,
             pipeline_model_parallel_size=config.parallel.pipeline,
+            virtual_pipeline_model_parallel_size=_virtual(config.parallel),
+            num_layers_in_first_pipeline_stage=config.parallel.first_stage_layers,
+            num_layers_in_last_pipeline_stage=config.parallel.last_stage_layers,
             sequence_parallel=config.parallel.sequence,
             # Micro-batches differ in size; the stages tell each other how long the next one is.
             variable_seq_lengths=config.parallel.pipeline > 1,
@@ -251,6 +288,6 @@ def build_optimizer(config: LearnerConfig, model: BuiltModel) -> Any:
             params_dtype=model.config.params_dtype,
             use_distributed_optimizer=section.distributed,
         ),
-        [model.ddp],
+        list(model.ddps),
         use_gloo_process_groups=False,
     )

@@ -87,7 +87,8 @@ class MegatronPolicy:
         start = time.perf_counter()
         batches = self._local_batches(samples)
         with device_map.scope(self.device):
-            self.model.ddp.zero_grad_buffer()
+            for ddp in self.model.ddps:
+                ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
             local = self._run_schedule(batches, self._train_forward, forward_only=False)
             totals, maxima = self._reduce_stats(local)
@@ -170,17 +171,27 @@ class MegatronPolicy:
         self, batches: Sequence[MicroBatch], forward: Callable[..., Any], *, forward_only: bool
     ) -> list[Any]:
         """Megatron's schedule over the micro-batches; returns what the loss functions recorded (last stage only)."""
-        self.model.ddp.train(not forward_only)
-        return get_forward_backward_func()(
+        ddps, num_real = self.model.ddps, len(batches)
+        for ddp in ddps:
+            ddp.train(not forward_only)
+        batches = [*batches, *self._fillers(len(batches))]
+        feeds = [(DeviceBatch.of(batch, self.device) for batch in batches) for _ in ddps]
+        results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=(DeviceBatch.of(batch, self.device) for batch in batches),
-            model=[self.model.ddp],
+            data_iterator=feeds if len(feeds) > 1 else feeds[0],
+            model=list(ddps),
             num_microbatches=len(batches),
             seq_length=self.config.max_tokens_per_microbatch,  # each micro-batch tells its own
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+        return results[:num_real]
+
+    def _fillers(self, num_batches: int) -> list[MicroBatch]:
+        """Micro-batches without samples, where the interleaved schedule wants a multiple of the stages."""
+        multiple = self.ranks.pipeline_size if len(self.model.ddps) > 1 else 1
+        return [pack([], [], alignment=self.alignment)] * (-num_batches % multiple)
 
     def _forward(self, batches: Iterator[DeviceBatch], model: Any) -> tuple[DeviceBatch, Tensor]:
         batch = next(batches)

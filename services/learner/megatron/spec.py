@@ -58,8 +58,8 @@ class RowParallel(RowParallelLinear):
         return super()._forward_impl(*args, **{**kwargs, "tp_group": self.tp_group})
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage and the final norm, for GPTModel."""
+def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage (of its virtual stage, where there are some) and the final norm, for GPTModel."""
     head_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
         module=SelfAttention,
@@ -88,4 +88,6 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=RMSNorm
+    )
