@@ -42,8 +42,8 @@ class LossInputs:
     reference_T: Tensor | None = None
 
 
-def policy_loss(inputs: LossInputs, config: ObjectiveConfig) -> tuple[Tensor, TokenSums]:
-    """The sum (not the mean) over the micro-batch, and what it adds to the step's statistics.
+def policy_loss(inputs: LossInputs, config: ObjectiveConfig) -> tuple[Tensor, Tensor, TokenSums]:
+    """The sum (not the mean) over the micro-batch, what it adds to the ``denominator``, and to the step's statistics.
 
     With ``decoupled`` (AReaL, Fu et al. 2025, arXiv:2505.24298, equation 5; Hilton et al. 2021, arXiv:2110.00641) the ratio is to
     the policy at the start of the step, and the detached weight is from there to the behaviour policy. Without it, the ratio is
@@ -70,9 +70,10 @@ def policy_loss(inputs: LossInputs, config: ObjectiveConfig) -> tuple[Tensor, To
     if config.entropy_coef:
         loss_T = loss_T - config.entropy_coef * entropy_T
     loss = (torch.where(mask_T, loss_T, 0.0) * token_weights(sequences, config)).sum()
-    return loss, token_sums(
+    divisor = denominator(sequences, config)
+    sums = token_sums(
         loss=loss,
-        denominator=denominator(sequences, config),
+        denominator=divisor,
         log_ratio_T=logprobs_T - behaviour_T,
         start_log_ratio_T=start_T - behaviour_T,
         weights_T=weights_T,
@@ -83,6 +84,7 @@ def policy_loss(inputs: LossInputs, config: ObjectiveConfig) -> tuple[Tensor, To
         mask_T=mask_T,
         config=config,
     )
+    return loss, divisor, sums
 
 
 def objective(

@@ -132,7 +132,7 @@ class Learner:
         metrics = {"batch/trained_samples": float(len(samples))}
         if samples:  # else no group had a signal, and a step without gradient would only decay the moments
             stats = self.policy.train_step(samples, total_steps_done=self.step)
-            metrics |= {f"train/{name}": float(value) for name, value in vars(stats).items()}
+            metrics |= {f"train/{name}": float(value) for name, value in vars(stats).items() if value is not None}
         self.step += 1
         waited_s, self._wait_batch_s = self._wait_batch_s, 0.0
         return metrics | {"time/train_s": time.monotonic() - started, "time/wait_batch_s": waited_s}

@@ -6,7 +6,6 @@ Everything here is a sum, or a maximum, over loss tokens, so that micro-batches 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -118,29 +117,62 @@ def quantile(counts: list[float], share: float) -> float:
     return math.nan
 
 
-def step_means(sums: Mapping[str, float], maxima: Mapping[str, float], counts: list[float]) -> dict[str, float]:
-    """Fields of ``StepStats`` from what all micro-batches and ranks together have added. There must be a loss token.
+@dataclass(frozen=True)
+class Totals:
+    """What all micro-batches and ranks together have added, by name, and the histogram of log ratios."""
 
-    The effective sample size is Kish's, ``(sum w)^2 / sum w^2``, as a share of the tokens: 1 for equal ratios.
-    """
-    count = sums["num_loss_tokens"]
-    return {
-        "loss": sums["loss"] / sums["denominator"],
-        "clip_share": (sums["clipped_low"] + sums["clipped_high"]) / count,
-        "clip_low_share": sums["clipped_low"] / count,
-        "clip_high_share": sums["clipped_high"] / count,
-        "ratio_mean": sums["ratio"] / count,
-        "ratio_max": maxima["ratio"],
-        "ratio_min": 1.0 / maxima["inverse_ratio"],
-        "ratio_p01": quantile(counts, 0.01),
-        "ratio_p99": quantile(counts, 0.99),
-        "ess_share": sums["ratio"] ** 2 / (count * sums["ratio_squared"]),
-        "weight_mean": sums["weight"] / count,
-        "masked_share": sums["masked"] / count,
-        "truncated_share": sums["truncated"] / count,
-        "logprob_gap_mean": sums["gap"] / count,
-        "logprob_gap_max": maxima["gap"],
-        "kl_k1": sums["kl_k1"] / count,
-        "kl_k3": sums["kl_k3"] / count,
-        "entropy": sums["entropy"] / count,
-    }
+    sums: dict[str, float]
+    maxima: dict[str, float]
+    counts: list[float]
+
+    @classmethod
+    def of(cls, sums: list[float], maxima: list[float]) -> Totals:
+        """From the vectors of ``TokenSums``."""
+        named = len(SUM_NAMES)
+        return cls(
+            dict(zip(SUM_NAMES, sums[:named], strict=True)), dict(zip(MAX_NAMES, maxima, strict=True)), sums[named:]
+        )
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(
+            {name: value + other.sums[name] for name, value in self.sums.items()},
+            {name: max(value, other.maxima[name]) for name, value in self.maxima.items()},
+            [a + b for a, b in zip(self.counts, other.counts, strict=True)],
+        )
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Loss tokens, each as often as it was trained on."""
+        return int(self.sums["num_loss_tokens"])
+
+    @property
+    def gap(self) -> float:
+        """Mean ``|trainer - engine|`` log-prob, nats per token."""
+        return self.sums["gap"] / self.sums["num_loss_tokens"]
+
+    def means(self) -> dict[str, float]:
+        """Fields of ``StepStats``. There must be a loss token.
+
+        The effective sample size is Kish's, ``(sum w)^2 / sum w^2``, as a share of the tokens: 1 for equal ratios.
+        """
+        sums, maxima, count = self.sums, self.maxima, self.sums["num_loss_tokens"]
+        return {
+            "loss": sums["loss"] / sums["denominator"],
+            "clip_share": (sums["clipped_low"] + sums["clipped_high"]) / count,
+            "clip_low_share": sums["clipped_low"] / count,
+            "clip_high_share": sums["clipped_high"] / count,
+            "ratio_mean": sums["ratio"] / count,
+            "ratio_max": maxima["ratio"],
+            "ratio_min": 1.0 / maxima["inverse_ratio"],
+            "ratio_p01": quantile(self.counts, 0.01),
+            "ratio_p99": quantile(self.counts, 0.99),
+            "ess_share": sums["ratio"] ** 2 / (count * sums["ratio_squared"]),
+            "weight_mean": sums["weight"] / count,
+            "masked_share": sums["masked"] / count,
+            "truncated_share": sums["truncated"] / count,
+            "logprob_gap_mean": self.gap,
+            "logprob_gap_max": maxima["gap"],
+            "kl_k1": sums["kl_k1"] / count,
+            "kl_k3": sums["kl_k3"] / count,
+            "entropy": sums["entropy"] / count,
+        }
