@@ -143,7 +143,10 @@ class Study:
                 ids, logprobs = completions[i]
                 samples.append(
                     TrainSample(
-                        np.asarray(prompts[i], np.int32), np.asarray(ids, np.int32), np.asarray(logprobs, np.float32), advantage
+                        np.asarray(prompts[i], np.int32),
+                        np.asarray(ids, np.int32),
+                        np.asarray(logprobs, np.float32),
+                        advantage,
                     )
                 )
         row = {"reward": float(rewards.mean()), "no_signal": 1.0 - len(signal) / GROUPS_PER_STEP}
@@ -168,7 +171,9 @@ class Study:
         return {name: tensor.detach().clone() for name, tensor in self.policy.iter_hf_tensors()}
 
 
-def run_all(out: Path, *, staleness: Sequence[int], objectives: Sequence[str], seeds: Sequence[int], num_steps: int) -> None:
+def run_all(
+    out: Path, *, staleness: Sequence[int], objectives: Sequence[str], seeds: Sequence[int], num_steps: int
+) -> None:
     """Every run that has no complete file in ``out`` yet."""
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
@@ -187,7 +192,9 @@ def run_all(out: Path, *, staleness: Sequence[int], objectives: Sequence[str], s
                             file.write(json.dumps(row) + "\n")
                             file.flush()
                     partial.rename(path)
-                    print(f"{path.stem}: {row['heldout']:.3f} held-out, {time.perf_counter() - started:.0f} s", flush=True)
+                    print(
+                        f"{path.stem}: {row['heldout']:.3f} held-out, {time.perf_counter() - started:.0f} s", flush=True
+                    )
     finally:
         pool.close()
 

@@ -77,9 +77,9 @@ def reinforce_pp_baseline(groups: Sequence[NDArray[np.floating]], *, std_floor: 
 
     Centred: 0.5, -0.5 and 0.5, -0.5, 0, 0; their squares add up to 1 over 6 samples, so the std is 0.408:
 
-    >>> [a.round(3).tolist() for a in reinforce_pp_baseline(
+    >>> [(a * 1000).round().tolist() for a in reinforce_pp_baseline(
     ...     [np.array([1.0, 0.0]), np.array([1.0, 0.0, 0.5, 0.5])], std_floor=1e-4)]
-    [[1.225, -1.225], [1.225, -1.225, 0.0, 0.0]]
+    [[1225.0, -1225.0], [1225.0, -1225.0, 0.0, 0.0]]
 
     Raises:
         ValueError: an empty group or a reward that is not finite.
@@ -89,9 +89,7 @@ def reinforce_pp_baseline(groups: Sequence[NDArray[np.floating]], *, std_floor: 
     return [np.asarray(part / scale, dtype=np.float32) for part in centred]
 
 
-def batch_advantages(
-    groups: Sequence[NDArray[np.floating]], *, kind: Advantage, std_floor: float
-) -> list[FloatArray]:
+def batch_advantages(groups: Sequence[NDArray[np.floating]], *, kind: Advantage, std_floor: float) -> list[FloatArray]:
     """The advantages of each group of a step by the formula that the config names (``objective.advantage``).
 
     Raises:

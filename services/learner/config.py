@@ -182,7 +182,9 @@ class ObjectiveConfig(StrictModel):
                 "k2 or k3, or kl_in = 'reward'"
             )
         if self.kl_importance and (not self.kl_coef or self.kl_in == "reward"):
-            found.append("kl_importance belongs to kl_in = 'loss' with kl_coef over 0: samples carry the KL of a reward")
+            found.append(
+                "kl_importance belongs to kl_in = 'loss' with kl_coef over 0: samples carry the KL of a reward"
+            )
         return found
 
 

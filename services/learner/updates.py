@@ -19,7 +19,11 @@ def check_samples(samples: Sequence[TrainSample], *, vocab_size: int, step: int)
     Raises:
         TrainingError: a log-prob or advantage that is not finite, or a token that the model doesn't have; names the samples.
     """
-    bad = [f"{sample.name or f'sample {i}'} has {what}" for i, sample in enumerate(samples) if (what := _wrong(sample, vocab_size))]
+    bad = [
+        f"{sample.name or f'sample {i}'} has {what}"
+        for i, sample in enumerate(samples)
+        if (what := _wrong(sample, vocab_size))
+    ]
     if bad:
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise TrainingError(f"Step {step}: {'; '.join(bad[:5])}{more}. Nothing was updated.")
@@ -37,7 +41,9 @@ def _wrong(sample: TrainSample, vocab_size: int) -> str:
     return ""
 
 
-def plan_updates(samples: Sequence[TrainSample], *, minibatches: int, epochs: int, seed: Sequence[int]) -> list[list[int]]:
+def plan_updates(
+    samples: Sequence[TrainSample], *, minibatches: int, epochs: int, seed: Sequence[int]
+) -> list[list[int]]:
     """Indices of the samples of each optimizer step: ``minibatches`` steps an epoch, each sample once an epoch.
 
     Samples of one prompt that stand together stay together, unless there are fewer prompts than mini-batches. With one

@@ -316,4 +316,3 @@ def test_the_cpu_map_refuses_a_machine_with_cuda(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ForebayError, match="refuses to load where CUDA is available"):
         device_map.install()
-

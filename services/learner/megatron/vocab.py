@@ -59,9 +59,7 @@ class VocabParallelSoftmax(torch.autograd.Function):
         here_T = (columns_T >= 0) & (columns_T < x_Tv.shape[1])
         columns_T = torch.where(here_T, columns_T, 0)
         entropy, logprobs = [], []
-        for rows, columns, here in zip(
-            x_Tv.split(ROWS), columns_T.split(ROWS), here_T.split(ROWS), strict=True
-        ):
+        for rows, columns, here in zip(x_Tv.split(ROWS), columns_T.split(ROWS), here_T.split(ROWS), strict=True):
             top = rows.amax(-1)
             if group is not None:
                 dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
