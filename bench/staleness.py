@@ -56,7 +56,8 @@ class Sampler:
     def load(self, weights: dict[str, torch.Tensor]) -> None:
         """Puts the weights of a version in place: every tensor of the model but a tied head."""
         missing, unexpected = self.model.load_state_dict(weights, strict=False)
-        assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+        if unexpected or set(missing) - {"lm_head.weight"}:
+            raise RuntimeError(f"The policy's names are not the model's: {missing} are missing, {unexpected} too many.")
 
     def prompt_ids(self, task: Task) -> list[int]:
         """The prompt in the model's chat template, as the rollout role makes it."""

@@ -122,5 +122,5 @@ def test_without_a_kl_the_reference_is_not_asked() -> None:
 
 def test_a_reward_that_is_not_finite_is_refused_and_its_sample_named() -> None:
     batch, arrays = make_batch([[(1.0, 2, False), (float("nan"), 2, False)]])
-    with pytest.raises(TrainingError, match="Step 3: sample 1 of group 10 has the reward nan. Nothing was updated"):
+    with pytest.raises(TrainingError, match=r"Step 3: sample 1 of group 10 has the reward nan. Nothing was updated"):
         to_train_samples(batch, arrays, ObjectiveConfig())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -76,11 +77,7 @@ def packed(sequences: list[Sequence], *, junk: float = float("nan"), gap: int = 
 def mean_loss(sequences: list[Sequence], config: ObjectiveConfig, splits=None, **options) -> torch.Tensor:
     """The packed loss over micro-batches that end where ``splits`` say."""
     bounds = [0, *(splits or []), len(sequences)]
-    parts = [
-        policy_loss(packed(sequences[a:b], **options), config)
-        for a, b in zip(bounds, bounds[1:], strict=False)
-        if a < b
-    ]
+    parts = [policy_loss(packed(sequences[a:b], **options), config) for a, b in itertools.pairwise(bounds) if a < b]
     return sum(loss for loss, _, _ in parts) / sum(int(divisor) for _, divisor, _ in parts)
 
 

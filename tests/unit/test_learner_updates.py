@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -125,7 +126,7 @@ def test_the_learning_rate_falls_to_its_minimum_and_stays_there(schedule: str) -
     assert rates[:3] == [0.5, 1.0, 1.0]
     assert rates[6] == pytest.approx(0.55)  # half way
     assert rates[10:] == pytest.approx([0.1] * 4)
-    assert all(a >= b for a, b in zip(rates[2:], rates[3:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(rates[2:]))
 
 
 def test_a_linear_decay_is_a_line() -> None:
