@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from common.errors import ConfigError
 from protocol.config import RunConfig
 from protocol.tasks import load_tasks
 from services.coordinator.config import CoordinatorConfig
+from services.learner.architecture import read_architecture
 from services.learner.config import LearnerConfig
+from services.learner.layouts import layout_violations
 from services.reward.config import RewardConfig
 from services.rollout.config import RolloutConfig
 
@@ -138,25 +141,32 @@ def _check_lengths(config: Config) -> list[str]:
     return problems
 
 
+def _check_learner(config: Config) -> list[str]:
+    """The learner's model and layout, where this machine knows both; a learner elsewhere checks its own at its start."""
+    if config.learner.policy != "megatron" or not (config.run.model / "config.json").is_file():
+        return []
+    learner, procs = config.learner, config.up.learner_procs
+    try:
+        arch = read_architecture(config.run.model)
+    except ConfigError as error:
+        return [f"run.model: {error}"]
+    world_size = procs or math.lcm(
+        learner.parallel.tensor * learner.parallel.context * learner.parallel.pipeline,
+        learner.parallel.expert_tensor_size * learner.parallel.expert * learner.parallel.pipeline,
+    )
+    found = layout_violations(arch, learner.parallel, world_size, learner.recompute)
+    return [f"learner: {violation.replace('world size', 'up.learner_procs =', 1)}." for violation in found]
+
+
 def _check_layout(config: Config) -> list[str]:
-    shape, parallel, up = _model_shape(config), config.learner.parallel, config.up
-    problems = []
-    cut = parallel.tensor * parallel.pipeline
-    if up.learner_procs and up.learner_procs % cut:
+    shape, up = _model_shape(config), config.up
+    problems = _check_learner(config)
+    heads, size = shape.get("num_attention_heads"), config.rollout.tensor_parallel
+    if heads and heads % size:
+        fits = [n for n in range(1, heads + 1) if heads % n == 0]
         problems.append(
-            f"up.learner_procs = {up.learner_procs} is no multiple of learner.parallel.tensor * pipeline = {cut}: "
-            f"use {max(cut, up.learner_procs // cut * cut)}."
+            f"rollout.tensor_parallel = {size} does not divide the model's num_attention_heads = {heads}: use one of {fits}."
         )
-    for key, name, size in (
-        ("num_attention_heads", "learner.parallel.tensor", parallel.tensor),
-        ("num_key_value_heads", "learner.parallel.tensor", parallel.tensor),
-        ("num_hidden_layers", "learner.parallel.pipeline", parallel.pipeline),
-        ("num_attention_heads", "rollout.tensor_parallel", config.rollout.tensor_parallel),
-    ):
-        count = shape.get(key)
-        if count and count % size:
-            fits = [n for n in range(1, count + 1) if count % n == 0]
-            problems.append(f"{name} = {size} does not divide the model's {key} = {count}: use one of {fits}.")
     if up.rollout_devices and len(up.rollout_devices) != up.rollout_nodes:
         problems.append(
             f"up.rollout_devices has {len(up.rollout_devices)} entries for up.rollout_nodes = {up.rollout_nodes}."

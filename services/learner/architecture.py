@@ -3,39 +3,81 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from common.errors import ConfigError
-from services.learner.config import ParallelConfig
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
 
-# Megatron's rotary scaling writes these down in its code (rotary_pos_embedding.py, _apply_scaling).
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# What each kind of rotary scaling reads of its parameters, beside its kind and theta.
+ROPE_KEYS: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "yarn": frozenset(
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        }
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How positions turn queries and keys; the formulas are in ``megatron/rotary.py``."""
+
+    kind: str  # a key of ROPE_KEYS
+    theta: float
+    factor: float = 1.0  # the context is stretched by it
+    original_max_positions: int = 0  # llama3 and yarn: the context before that
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0  # yarn: on cosine and sine
+    truncate: bool = True
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A dense decoder of the Llama family, in our names."""
+    """A decoder of the Llama family, dense or with experts in every layer, in our names."""
 
-    family: str
+    family: Family
     num_layers: int
     hidden_size: int
-    ffn_size: int
+    ffn_size: int  # of a dense layer; unused where there are experts
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
     max_positions: int
     norm_eps: float
-    rope_theta: float
-    rope_scaling_factor: float | None  # Llama-3 scaling; none: plain rotary
+    rope: Rope
     tied_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
     dtype: str  # of the checkpoint's tensors, as torch names it
+    # Mixture of experts: softmax over all experts, then the best ``experts_per_token`` of them.
+    num_experts: int = 0  # 0: a dense model
+    experts_per_token: int = 0
+    moe_ffn_size: int = 0  # of one expert
+    norm_topk_prob: bool = False  # the weights of a token's experts are scaled to sum 1
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether every layer has experts; else none has."""
+        return self.num_experts > 0
 
     def padded_vocab_size(self, tensor_parallel: int) -> int:
         """The vocabulary, rounded up so that every tensor rank holds the same multiple of 8 rows."""
@@ -58,6 +100,8 @@ def read_architecture(model_path: Path) -> Architecture:
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} can't be read: {error}.") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} can't be read: it holds no JSON object.")
     family = raw.get("model_type")
     if family not in FAMILIES:
         raise ConfigError(f"{path}: model_type {family!r} can't be trained; the learner knows {', '.join(FAMILIES)}.")
@@ -68,9 +112,13 @@ def read_architecture(model_path: Path) -> Architecture:
         raise ConfigError(f"{path} lacks the key {error}.") from None
 
 
-def _parse(family: str, raw: dict[str, Any], path: Path) -> Architecture:
+def _parse(family: Family, raw: dict[str, Any], path: Path) -> Architecture:
     num_heads = raw["num_attention_heads"]
-    theta, factor = _rope(raw, path)
+    # transformers' own default where the key is absent; every shipped Qwen3 has it.
+    default_head_dim = 128 if family == "qwen3" else raw["hidden_size"] // num_heads
+    head_dim = raw.get("head_dim") or default_head_dim
+    if head_dim % 2:
+        raise ConfigError(f"{path}: heads of {head_dim} dimensions have no rotary pairs; their number must be even.")
     return Architecture(
         family=family,
         num_layers=raw["num_hidden_layers"],
@@ -78,26 +126,43 @@ def _parse(family: str, raw: dict[str, Any], path: Path) -> Architecture:
         ffn_size=raw["intermediate_size"],
         num_heads=num_heads,
         num_kv_heads=raw.get("num_key_value_heads") or num_heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // num_heads,
+        head_dim=head_dim,
         vocab_size=raw["vocab_size"],
         max_positions=raw["max_position_embeddings"],
         norm_eps=raw["rms_norm_eps"],
-        rope_theta=theta,
-        rope_scaling_factor=factor,
+        rope=_rope(raw, path),
         tied_embeddings=raw.get("tie_word_embeddings", False),
         qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        **(_experts(raw, path) if family == "qwen3_moe" else {}),
     )
 
 
+def _experts(raw: dict[str, Any], path: Path) -> dict[str, Any]:
+    # transformers 5.19 saves it by the second name; the hub's models have the first.
+    num_experts = raw["num_local_experts"] if "num_experts" not in raw else raw["num_experts"]
+    per_token = raw["num_experts_per_tok"]
+    if not 1 <= per_token <= num_experts:
+        raise ConfigError(f"{path}: num_experts_per_tok = {per_token} of num_experts = {num_experts} can't be.")
+    return {
+        "num_experts": num_experts,
+        "experts_per_token": per_token,
+        "moe_ffn_size": raw["moe_intermediate_size"],
+        "norm_topk_prob": raw.get("norm_topk_prob", False),
+    }
+
+
 def _refuse_unapplied(raw: dict[str, Any], path: Path) -> None:
+    dense_layers = raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1
     wrong = [
         f"hidden_act = {raw['hidden_act']!r}" if raw.get("hidden_act", "silu") != "silu" else "",
         "attention_bias = true" if raw.get("attention_bias") else "",
         "mlp_bias = true" if raw.get("mlp_bias") else "",
         "sliding-window attention" if raw.get("use_sliding_window") else "",
         f"attention_dropout = {raw['attention_dropout']}" if raw.get("attention_dropout") else "",
+        "dense layers among those with experts (mlp_only_layers, decoder_sparse_step)" if dense_layers else "",
+        "a quantized checkpoint (quantization_config)" if raw.get("quantization_config") else "",
     ]
     if any(wrong):
         raise ConfigError(
@@ -105,63 +170,54 @@ def _refuse_unapplied(raw: dict[str, Any], path: Path) -> None:
         )
 
 
-def _rope(raw: dict[str, Any], path: Path) -> tuple[float, float | None]:
-    """(theta, Llama-3 scaling factor or none). transformers 5 nests both under ``rope_parameters``."""
-    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+def _rope(raw: dict[str, Any], path: Path) -> Rope:
+    """transformers 5 has all in ``rope_parameters``; before, theta stood outside ``rope_scaling``."""
+    parameters: dict[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = float(parameters.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind == "default":
-        return theta, None
-    if kind == "llama3" and all(parameters.get(key) == value for key, value in LLAMA3_ROPE.items()):
-        return theta, float(parameters["factor"])
-    raise ConfigError(
-        f"{path}: rotary scaling {parameters} is not known here; plain and Llama-3 with {LLAMA3_ROPE} are."
+    if kind not in ROPE_KEYS:
+        raise ConfigError(
+            f"{path}: rotary scaling of the kind {kind!r} can't be trained; the learner knows {', '.join(ROPE_KEYS)}."
+        )
+    named = {"rope_theta", "rope_type", "type"}
+    unknown = sorted(key for key in parameters.keys() - ROPE_KEYS[kind] - named if parameters[key] is not None)
+    partial = raw.get("partial_rotary_factor")
+    if unknown or partial not in (None, 1.0):
+        what = ", ".join(unknown) or f"partial_rotary_factor = {partial}"
+        raise ConfigError(f"{path}: the learner does not apply {what} of its rotary scaling {parameters}.")
+    given = {key: parameters[key] for key in ROPE_KEYS[kind] if parameters.get(key) is not None}
+    needed = {"linear": {"factor"}, "llama3": ROPE_KEYS["llama3"], "yarn": {"factor"}}.get(kind, set())
+    # Where the original context is not said, transformers takes max_position_embeddings for it.
+    needed = needed - {"original_max_position_embeddings"}
+    if missing := sorted(needed - given.keys()):
+        raise ConfigError(f"{path}: its rotary scaling {parameters} lacks {', '.join(missing)}.")
+    return Rope(
+        kind=kind,
+        theta=theta,
+        factor=float(given.get("factor", 1.0)),
+        original_max_positions=_original_max_positions(raw, given),
+        low_freq_factor=float(given.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(given.get("high_freq_factor", 4.0)),
+        beta_fast=float(given.get("beta_fast") or 32.0),
+        beta_slow=float(given.get("beta_slow") or 1.0),
+        attention_factor=_attention_factor(given) if kind == "yarn" else 1.0,
+        truncate=bool(given.get("truncate", True)),
     )
 
 
-def layout_violations(arch: Architecture, parallel: ParallelConfig, world_size: int) -> list[str]:
-    """What of ``parallel`` does not divide, one sentence each with the remedy; empty when the layout fits."""
-    tensor, pipeline = parallel.tensor, parallel.pipeline
-    found = []
-    if world_size % (tensor * pipeline):
-        found.append(
-            f"world size {world_size} is not a multiple of parallel.tensor * parallel.pipeline = {tensor * pipeline}:"
-            " start a multiple of it"
-        )
-    for what, count in (("key-value heads", arch.num_kv_heads), ("attention heads", arch.num_heads)):
-        if count % tensor:
-            found.append(f"{count} {what} don't divide by parallel.tensor = {tensor}: take a divisor of {count}")
-    if arch.ffn_size % tensor:
-        found.append(f"intermediate_size {arch.ffn_size} doesn't divide by parallel.tensor = {tensor}")
-    if arch.num_layers % pipeline:
-        found.append(f"{arch.num_layers} layers don't divide by parallel.pipeline = {pipeline}")
-    if parallel.sequence and tensor == 1:
-        found.append("parallel.sequence needs parallel.tensor > 1: drop one of them")
-    return found
+def _original_max_positions(raw: dict[str, Any], given: dict[str, Any]) -> int:
+    key = "original_max_position_embeddings"
+    return int(raw.get(key) or given.get(key) or raw["max_position_embeddings"])
 
 
-def stage_layers(num_layers: int, parallel: ParallelConfig) -> tuple[tuple[range, ...], ...]:
-    """``[stage][v]``: the layers, from 0, of virtual stage v of each pipeline stage, as Megatron deals them.
+def _attention_factor(given: dict[str, Any]) -> float:
+    """YaRN, arXiv:2309.00071, equation 22: ``0.1 ln(factor) + 1``, unless the config says it, or the ratio of two such."""
 
-    Every turn v goes over all stages, so with 8 layers, 2 stages and 2 virtual stages: ((0-1, 4-5), (2-3, 6-7)). The layout must
-    divide; see ``layout_violations``.
-    """
-    per_stage = _layers_per_stage(num_layers, parallel)
-    dealt: list[list[range]] = [[] for _ in per_stage]
-    start = 0
-    for _ in range(parallel.virtual_stages):
-        for stage, count in enumerate(per_stage):
-            end = start + count // parallel.virtual_stages
-            dealt[stage].append(range(start, end))
-            start = end
-    return tuple(tuple(parts) for parts in dealt)
+    def temperature(mscale: float) -> float:
+        return 0.1 * mscale * math.log(given["factor"]) + 1.0 if given["factor"] > 1 else 1.0
 
-
-def _layers_per_stage(num_layers: int, parallel: ParallelConfig) -> list[int]:
-    """Layers of each pipeline stage; the stages whose number is not given share the rest, rounded down."""
-    counts: list[int | None] = [None] * parallel.pipeline
-    if parallel.pipeline > 1:
-        counts[0], counts[-1] = parallel.first_stage_layers, parallel.last_stage_layers
-    free = counts.count(None)
-    rest = num_layers - sum(count or 0 for count in counts)
-    return [rest // free if count is None else count for count in counts]
+    if "attention_factor" in given:
+        return float(given["attention_factor"])
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        return temperature(given["mscale"]) / temperature(given["mscale_all_dim"])
+    return temperature(1.0)

@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hf_models import make_model
 from learner_reference import OBJECTIVES, Sequence, reference_loss
-from megatron_world import make_samples
+from megatron_world import make_samples, save_checkpoint
 from objective_world import LAYOUTS, REFERENCE_SCALE, gradients, make_policy, save_samples
 from safetensors.torch import load_file
-from test_megatron_policy import make_model, weights
 from test_megatron_policy import make_policy as make_training_policy
+from test_megatron_policy import weights
 from transformers import AutoModelForCausalLM
 
 from common.errors import InvariantError, TrainingError
@@ -190,7 +191,7 @@ def test_a_checkpoint_does_not_change_the_start_model(tmp_path: Path, model: Pat
     policy = make_training_policy(model, **options)
     first = policy.logprobs(samples)
     policy.train_step(samples, total_steps_done=0)
-    folder = policy.save_checkpoint(tmp_path, 1, {})
+    folder = save_checkpoint(policy, tmp_path, 1, {})
     resumed = make_training_policy(model, **options)
     resumed.load_checkpoint(folder)
     for got, expected in zip(resumed.reference_logprobs(samples), first, strict=True):
@@ -230,7 +231,7 @@ def test_the_learning_rate_goes_on_where_the_checkpoint_was_made(tmp_path: Path,
     samples = make_samples(VOCAB_SIZE)
     policy = make_training_policy(model, **options)
     policy.train_step(samples, total_steps_done=0)
-    folder = policy.save_checkpoint(tmp_path, 2, {"of": "the caller"})  # one of the run's two steps had no signal
+    folder = save_checkpoint(policy, tmp_path, 2, {"of": "the caller"})  # one of the run's two steps had no signal
     expected = policy.train_step(samples, total_steps_done=2)
     resumed = make_training_policy(model, **options)
     assert resumed.load_checkpoint(folder) == (2, {"of": "the caller"})

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from services.learner.architecture import layout_violations, read_architecture
+from services.learner.architecture import read_architecture
 from services.learner.checkpoints import latest_checkpoint, prune_checkpoints, step_folder
-from services.learner.config import ParallelConfig
 
 LLAMA = {
     "model_type": "llama",
@@ -41,7 +40,7 @@ def test_a_config_of_transformers_4_and_of_5_give_the_same_shape(tmp_path: Path)
         write(tmp_path, rope_theta=None, rope_parameters=nested, torch_dtype=None, dtype="bfloat16")
     )
     assert old == new
-    assert (old.head_dim, old.rope_theta, old.dtype, old.tied_embeddings) == (16, 5000.0, "bfloat16", False)
+    assert (old.head_dim, old.rope.theta, old.dtype, old.tied_embeddings) == (16, 5000.0, "bfloat16", False)
     assert old.padded_vocab_size(1) == 104
     assert old.padded_vocab_size(2) == 112
 
@@ -54,12 +53,50 @@ def test_a_config_of_transformers_4_and_of_5_give_the_same_shape(tmp_path: Path)
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "sliding-window"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+        ({"head_dim": 33}, "33 dimensions"),
     ],
 )
 def test_what_the_learner_would_not_apply_is_refused(tmp_path: Path, changes: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_architecture(write(tmp_path, **changes))
+
+
+MOE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "head_dim": 32,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def test_a_model_with_experts_is_read_as_the_hub_and_as_transformers_5_write_it(tmp_path: Path) -> None:
+    arch = read_architecture(write(tmp_path, **MOE))
+    assert (arch.num_experts, arch.experts_per_token, arch.moe_ffn_size, arch.norm_topk_prob) == (8, 2, 48, True)
+    assert (arch.is_moe, arch.qk_norm, arch.qkv_bias, arch.head_dim) == (True, True, False, 32)
+    assert not read_architecture(write(tmp_path)).is_moe
+    raw = LLAMA | MOE | {"num_local_experts": 8}
+    del raw["num_experts"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert read_architecture(tmp_path) == arch
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mlp_only_layers": [0]}, "dense layers among those with experts"),
+        ({"decoder_sparse_step": 2}, "dense layers among those with experts"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9 of num_experts = 8"),
+    ],
+)
+def test_experts_that_the_learner_would_not_apply_are_refused(tmp_path: Path, changes: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_architecture(write(tmp_path, **(MOE | changes)))
 
 
 def test_a_missing_key_and_a_missing_file_are_named(tmp_path: Path) -> None:
@@ -68,15 +105,6 @@ def test_a_missing_key_and_a_missing_file_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ConfigError, match="lacks the key 'num_attention_heads'"):
         read_architecture(tmp_path)
-
-
-def test_a_layout_that_fits_has_no_violations_and_another_lists_all(tmp_path: Path) -> None:
-    arch = read_architecture(write(tmp_path))
-    assert layout_violations(arch, ParallelConfig(tensor=2, pipeline=2), 8) == []
-    found = "\n".join(layout_violations(arch, ParallelConfig(tensor=4, pipeline=3), 8))
-    for words in ("world size 8", "2 key-value heads", "4 layers"):
-        assert words in found
-    assert "needs parallel.tensor > 1" in layout_violations(arch, ParallelConfig(sequence=True), 1)[0]
 
 
 def test_the_latest_complete_checkpoint_is_found_and_old_ones_go(tmp_path: Path) -> None:

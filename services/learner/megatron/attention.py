@@ -15,17 +15,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.learner.megatron.mcore import MegatronModule, PackedSeqParams, TransformerConfig
+from services.learner.megatron.rotary import rotate
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's parameters of a packed micro-batch, and its sequence lengths as plain ints (no device sync to read them)."""
+    """Megatron's parameters of a packed micro-batch, and what our attention needs beside them.
+
+    ``lengths``: of the sequences, as plain ints (no device sync to read them). ``cos_sin``: of the positions, by ``rotary``.
+    """
 
     lengths: tuple[int, ...] = ()
+    cos_sin: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor, lengths: tuple[int, ...]) -> PackedSequences:
-        """From ``cu_seqlens`` int32[num_sequences + 1] on the model's device. Rotary positions restart at each sequence."""
+    def of(cls, cu_seqlens: Tensor, lengths: tuple[int, ...], cos_sin: tuple[Tensor, Tensor]) -> PackedSequences:
+        """From ``cu_seqlens`` int32[num_sequences + 1] on the model's device."""
         return cls(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
@@ -33,6 +38,7 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
             lengths=lengths,
+            cos_sin=cos_sin,
         )
 
 
@@ -59,6 +65,8 @@ class PackedAttention(MegatronModule):
         **_: Any,
     ) -> Tensor:
         """Returns [T, h * d]. The mask is ignored: the packing says which sequence each token is of."""
+        assert packed_seq_params.cos_sin is not None
+        query_Thd, key_Tgd = (rotate(x, packed_seq_params.cos_sin) for x in (query_Thd, key_Tgd))
         out, start = [], 0
         for length, run in itertools.groupby(packed_seq_params.lengths):
             count = sum(1 for _ in run)

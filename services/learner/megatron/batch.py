@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from services.learner.megatron.attention import PackedSequences
-from services.learner.packing import MicroBatch
+from services.learner.megatron.rotary import Rotary
+from services.learner.packing import MicroBatch, pack
 
 
 @dataclass(frozen=True)
@@ -31,20 +35,23 @@ class DeviceBatch:
     reference_logprobs: Tensor | None
 
     @classmethod
-    def of(cls, batch: MicroBatch, device: torch.device) -> DeviceBatch:
-        """Copies the arrays to ``device``."""
+    def of(cls, batch: MicroBatch, rotary: Rotary, dtype: torch.dtype) -> DeviceBatch:
+        """Copies the arrays to the device of ``rotary``. ``dtype``: of the activations."""
 
         def move(array: NDArray[Any]) -> Tensor:
             return torch.from_numpy(array).to(device)
 
+        device = rotary.inv_freq.device
+        position_ids = move(batch.position_ids)
+        lengths = tuple(np.diff(batch.cu_seqlens).tolist())
         return cls(
             tokens=move(batch.tokens)[None],
-            position_ids=move(batch.position_ids)[None],
+            position_ids=position_ids[None],
             labels=move(batch.labels),
             loss_mask=move(batch.loss_mask),
             behaviour_logprobs=move(batch.behaviour_logprobs),
             advantages=move(batch.advantages),
-            packed=PackedSequences.of(move(batch.cu_seqlens), tuple(np.diff(batch.cu_seqlens).tolist())),
+            packed=PackedSequences.of(move(batch.cu_seqlens), lengths, rotary.cos_sin(position_ids, dtype)),
             slots=torch.zeros(len(batch.labels), dtype=torch.int64, device=device)
             if batch.slots is None
             else move(batch.slots),
@@ -52,3 +59,33 @@ class DeviceBatch:
             start_logprobs=None if batch.start_logprobs is None else move(batch.start_logprobs),
             reference_logprobs=None if batch.reference_logprobs is None else move(batch.reference_logprobs),
         )
+
+
+def even_out(batches: Sequence[MicroBatch], multiple: int, *, alignment: int, device: torch.device) -> list[MicroBatch]:
+    """The micro-batches in equal length, their count filled up to a ``multiple`` with such that have no samples.
+
+    The length is that of the longest on any rank: collective over the world. For the interleaved schedule, which wants a multiple
+    of the stages, and whose exchange of varying lengths mixes up the two directions between two stages; and for gathers between
+    data-parallel ranks. Balanced micro-batches are nearly of one length, so it costs little.
+    """
+    most = torch.tensor(max(len(batch.tokens) for batch in batches), device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    longest = int(most)
+    fillers = [pack([], [], alignment=alignment)] * (-len(batches) % multiple)
+    return [pad_to(batch, longest) for batch in [*batches, *fillers]]
+
+
+def pad_to(batch: MicroBatch, length: int) -> MicroBatch:
+    """``batch`` with zeros up to ``length`` in every array of tokens; they are one more sequence, without loss tokens."""
+    short = len(batch.tokens)
+    if short == length:
+        return batch
+    padding = length - short
+    changes: dict[str, Any] = {
+        field.name: np.concatenate([array, np.zeros(padding, array.dtype)])
+        for field in dataclasses.fields(batch)
+        if isinstance(array := getattr(batch, field.name), np.ndarray) and array.shape == (short,)
+    }
+    changes["position_ids"][short:] = np.arange(padding)
+    changes["cu_seqlens"] = np.append(batch.cu_seqlens, length).astype(batch.cu_seqlens.dtype)
+    return dataclasses.replace(batch, **changes)

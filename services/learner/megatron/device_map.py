@@ -5,7 +5,7 @@ Megatron-Core asks for ``device="cuda"``, ``torch.cuda.current_device()``, ``Ten
 ``torch.cuda``; ``scope`` is a function mode for the rest. A mode belongs to a thread, so whoever calls Megatron enters
 ``scope`` around the call.
 
-Not covered: CUDA graphs, streams that overlap communication, activation checkpointing with CUDA RNG states.
+Not covered: CUDA graphs, streams that overlap communication, random states of CUDA (we have no dropout).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from common.errors import ForebayError
-from services.learner.megatron.mcore import CudaRNGStatesTracker
+from services.learner.megatron.mcore import CudaRNGStatesTracker, megatron_random
 
 
 class _NoStream:
@@ -53,6 +53,9 @@ def install() -> None:
     cuda.stream = lambda *_: contextlib.nullcontext()
     cuda.Stream = cuda.Event = _NoStream
     # Dropout is 0 in all our models, so no two ranks need different random states.
+    # Recomputed activations set and restore the states, of which CUDA's are none here.
+    megatron_random._get_cuda_rng_state = lambda *_, **__: None
+    megatron_random._set_cuda_rng_state = lambda *_, **__: None
     CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()  # type: ignore[method-assign]
 
 

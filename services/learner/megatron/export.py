@@ -1,11 +1,11 @@
-"""The policy as a Hugging Face model folder, in the dtype of the model it started from."""
+"""The policy as a Hugging Face model folder: each tensor in the dtype, and all files beside the weights, of the folder it came from."""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.learner.architecture import Architecture
-from services.learner.megatron.hf_names import hf_shape, is_sent, iter_hf_tensors, stage_entries
+from services.learner.megatron.hf_files import DTYPES, INDEX_FILE, SINGLE_FILE, open_weights
+from services.learner.megatron.hf_names import hf_shape, stage_entries
+from services.learner.megatron.hf_weights import iter_hf_tensors, sent_names, takes_part
 from services.learner.megatron.model import BuiltModel
 
 # Bytes of weights per file, and so the most that one rank holds beside its model.
@@ -26,48 +28,58 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".index.json"
 def export_hf(target: Path, source: Path, model: BuiltModel, *, shard_bytes: int = SHARD_BYTES) -> None:
     """Writes the folder ``target`` aside and renames it; an earlier one is replaced. Collective over the world.
 
-    Each pipeline stage writes its own layers, shard by shard. ``source``: the folder the policy was loaded from.
+    Each pipeline stage writes its own layers, shard by shard. ``source``: the folder the policy was loaded from. Experts are
+    written one by one, as the hub's models have them, also where ``source`` has them stacked.
+
+    Raises:
+        ConfigError: the weights in ``source`` can't be read any more.
     """
     partial = target.with_name(f".partial-{target.name}")
-    files = plan_files(model.arch, model.layers, shard_bytes)
+    dtypes = stored_dtypes(source)
+    files = plan_files(model.arch, model.layers, dtypes, shard_bytes)
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    _write_stage(partial, files, model)
+    if takes_part(model):
+        _write_stage(partial, files, dtypes, model)
     dist.barrier()
     if dist.get_rank() == 0:
-        _write_rest(partial, source, files, model.arch)
+        _write_rest(partial, source, files, dtypes, model.arch)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     dist.barrier()
 
 
-def plan_files(arch: Architecture, layers: Sequence[Sequence[range]], shard_bytes: int) -> dict[str, str]:
+def stored_dtypes(source: Path) -> dict[str, torch.dtype]:
+    """The dtype of each tensor of a model folder; what config.json says of it may differ."""
+    with open_weights(source) as stored:
+        return {name: DTYPES[tensor.dtype] for name, tensor in stored.items() if tensor.dtype in DTYPES}
+
+
+def plan_files(
+    arch: Architecture, layers: Sequence[Sequence[range]], dtypes: Mapping[str, torch.dtype], shard_bytes: int
+) -> dict[str, str]:
     """HF name -> file name, over all stages, in the order of writing; ``model.safetensors`` alone where one file holds all."""
-    width = getattr(torch, arch.dtype).itemsize
     files: dict[str, str] = {}
     for stage in range(len(layers)):
         used, shard = 0, 0
-        for entry in stage_entries(arch, layers, stage):
-            for name in entry.hf if is_sent(entry) else ():
-                size = math.prod(hf_shape(arch, name)) * width
-                if used and used + size > shard_bytes:
-                    used, shard = 0, shard + 1
-                used += size
-                files[name] = f"model-stage{stage:03d}-{shard:04d}.safetensors"
+        for name in sent_names(stage_entries(arch, layers, stage)):
+            size = math.prod(hf_shape(arch, name)) * dtypes[name].itemsize
+            if used and used + size > shard_bytes:
+                used, shard = 0, shard + 1
+            used += size
+            files[name] = f"model-stage{stage:03d}-{shard:04d}.safetensors"
     if len(set(files.values())) == 1:
-        return dict.fromkeys(files, "model.safetensors")
+        return dict.fromkeys(files, SINGLE_FILE)
     return files
 
 
-def _write_stage(folder: Path, files: dict[str, str], model: BuiltModel) -> None:
+def _write_stage(folder: Path, files: dict[str, str], dtypes: Mapping[str, torch.dtype], model: BuiltModel) -> None:
     writes = model.ranks.tensor == 0 and model.ranks.data == 0
-    if model.ranks.data != 0:
-        return
     pending: dict[str, Tensor] = {}
     current = ""
-    for name, tensor in iter_hf_tensors(model, getattr(torch, model.arch.dtype)):
+    for name, tensor in iter_hf_tensors(model, dtypes):
         if pending and files[name] != current:
             save_file(pending, folder / current, metadata={"format": "pt"})
             pending = {}
@@ -78,12 +90,13 @@ def _write_stage(folder: Path, files: dict[str, str], model: BuiltModel) -> None
         save_file(pending, folder / current, metadata={"format": "pt"})
 
 
-def _write_rest(folder: Path, source: Path, files: dict[str, str], arch: Architecture) -> None:
+def _write_rest(
+    folder: Path, source: Path, files: dict[str, str], dtypes: Mapping[str, torch.dtype], arch: Architecture
+) -> None:
     if len(set(files.values())) > 1:
-        width = getattr(torch, arch.dtype).itemsize
-        total = sum(math.prod(hf_shape(arch, name)) * width for name in files)
+        total = sum(math.prod(hf_shape(arch, name)) * dtypes[name].itemsize for name in files)
         index = {"metadata": {"total_size": total}, "weight_map": files}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=1), encoding="utf-8")
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):
             shutil.copyfile(file, folder / file.name)

@@ -7,6 +7,7 @@ and torch's deprecations add more. Those messages, and no others, are silenced, 
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 with warnings.catch_warnings():
     for _message in (
@@ -15,7 +16,19 @@ with warnings.catch_warnings():
         r"The following imports from `dynamic_context\.py` will be removed",
     ):
         warnings.filterwarnings("ignore", message=_message)
-    from megatron.core import parallel_state
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException
+    from megatron.core.dist_checkpointing.core import save_config as save_checkpoint_config
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        MCoreSavePlanner,
+        mcore_to_pyt_state_dict,
+    )
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        _replace_state_dict_keys_with_sharded_keys as _by_key,
+    )
+    from megatron.core.dist_checkpointing.validation import StrictHandling
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -25,6 +38,8 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import (
@@ -35,12 +50,16 @@ with warnings.catch_warnings():
         set_tensor_model_parallel_attributes,
         vocab_parallel_cross_entropy,
     )
+    from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.module import Float16Module, MegatronModule
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -50,37 +69,73 @@ with warnings.catch_warnings():
         get_transformer_layer_offset,
     )
 
+    try:
+        import transformer_engine  # noqa: F401
+
+        HAVE_TRANSFORMER_ENGINE = True
+    except ImportError:
+        HAVE_TRANSFORMER_ENGINE = False
+        # Without Transformer Engine 0.16 leaves this name out, and its router asks for it all the same.
+        moe_utils.te_general_gemm = None
+
+
+def by_checkpoint_key(sharded_state_dict: Any) -> dict[str, list[Any]]:
+    """Megatron's grouping of a state by the names in the checkpoint, without what another rank writes.
+
+    Megatron has no public name for it; its own writer begins with it, in 0.16 as in 0.19.
+    """
+    return _by_key(sharded_state_dict, keep_only_main_replica=True)[0]
+
+
 __all__ = [
+    "HAVE_TRANSFORMER_ENGINE",
     "MLP",
     "AttnMaskType",
+    "CheckpointingConfig",
+    "CheckpointingException",
     "ColumnParallelLinear",
     "CudaRNGStatesTracker",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
+    "DynamicGradScaler",
     "Float16Module",
     "GPTModel",
     "IdentityOp",
+    "MCoreSavePlanner",
     "MLPSubmodules",
     "MegatronModule",
     "MegatronOptimizerConfig",
+    "MoELayer",
+    "MoESubmodules",
     "ModuleSpec",
     "PackedSeqParams",
     "RowParallelLinear",
     "SelfAttention",
     "SelfAttentionSubmodules",
+    "SequentialMLP",
+    "ShardedObject",
+    "ShardedTensor",
+    "StrictHandling",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "TransformerLayer",
     "TransformerLayerSubmodules",
     "VocabParallelEmbedding",
+    "by_checkpoint_key",
+    "clip_grad_by_total_norm_fp32",
+    "dist_checkpointing",
     "finalize_model_grads",
     "get_bias_dropout_add",
     "get_forward_backward_func",
     "get_megatron_optimizer",
     "get_num_layers_to_build",
     "get_transformer_layer_offset",
+    "mcore_to_pyt_state_dict",
+    "megatron_random",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
+    "save_checkpoint_config",
+    "save_preprocess",
     "set_tensor_model_parallel_attributes",
     "vocab_parallel_cross_entropy",
 ]

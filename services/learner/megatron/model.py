@@ -15,9 +15,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from common.errors import ConfigError, InvariantError
-from services.learner.architecture import Architecture, layout_violations, stage_layers
+from services.learner.architecture import Architecture
 from services.learner.config import LearnerConfig, ParallelConfig
+from services.learner.layouts import layout_violations, stage_layers
 from services.learner.megatron import device_map
+from services.learner.megatron.loss_scale import LossScale
 from services.learner.megatron.mcore import (
     ColumnParallelLinear,
     DistributedDataParallel,
@@ -34,7 +36,7 @@ from services.learner.megatron.mcore import (
     parallel_state,
     set_tensor_model_parallel_attributes,
 )
-from services.learner.megatron.spec import block_spec
+from services.learner.megatron.spec import Parts, block_spec, parts_for
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,12 @@ class Ranks:
     pipeline_size: int
     data: int
     data_size: int
+    context: int = 0
+    context_size: int = 1
+    expert: int = 0
+    expert_size: int = 1
+    expert_tensor: int = 0
+    expert_tensor_size: int = 1
 
     @property
     def is_last_stage(self) -> bool:
@@ -99,7 +107,7 @@ def init_world(config: LearnerConfig, arch: Architecture, device: torch.device, 
     """
     parallel = config.parallel
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if violations := layout_violations(arch, parallel, world_size):
+    if violations := layout_violations(arch, parallel, world_size, config.recompute):
         raise ConfigError("The learner's parallel layout does not fit:\n" + "\n".join(f"  {v}" for v in violations))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -113,11 +121,16 @@ def init_world(config: LearnerConfig, arch: Architecture, device: torch.device, 
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
             virtual_pipeline_model_parallel_size=_virtual(parallel),
+            context_parallel_size=parallel.context,
+            expert_model_parallel_size=parallel.expert,
+            expert_tensor_parallel_size=parallel.expert_tensor_size,
             distributed_timeout_minutes=math.ceil(config.wait_timeout_s / 60),
             create_gloo_process_groups=False,
         )
     ranks = current_ranks()
-    if (ranks.tensor_size, ranks.pipeline_size) != (parallel.tensor, parallel.pipeline):
+    found = (ranks.tensor_size, ranks.pipeline_size, ranks.context_size, ranks.expert_size, ranks.expert_tensor_size)
+    wanted = (parallel.tensor, parallel.pipeline, parallel.context, parallel.expert, parallel.expert_tensor_size)
+    if found != wanted:
         raise InvariantError(f"This process has a Megatron world of {ranks}; the config asks for {parallel}.")
     torch.manual_seed(seed)
     if device.type == "cuda":
@@ -138,10 +151,15 @@ def _join(device: torch.device, timeout: timedelta) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
-def leave_world() -> None:
-    """Ends Megatron's groups and the process group, where they are."""
+def leave_layout() -> None:
+    """Forgets Megatron's groups, where they are; ``init_world`` may then cut the same world another way."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+
+
+def leave_world() -> None:
+    """Ends Megatron's groups and the process group, where they are."""
+    leave_layout()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -155,6 +173,12 @@ def current_ranks() -> Ranks:
         pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
         data=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
+        context=parallel_state.get_context_parallel_rank(),
+        context_size=parallel_state.get_context_parallel_world_size(),
+        expert=parallel_state.get_expert_model_parallel_rank(),
+        expert_size=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor=parallel_state.get_expert_tensor_parallel_rank(),
+        expert_tensor_size=parallel_state.get_expert_tensor_parallel_world_size(),
     )
 
 
@@ -164,7 +188,8 @@ def build_model(
     """This rank's layers with uninitialized weights: load them next, and make the optimizer after that."""
     megatron_config = transformer_config(config, arch, device, deterministic=deterministic)
     layers = stage_layers(arch.num_layers, config.parallel)
-    chunks = [_build_chunk(megatron_config, arch, ranks, v, len(layers[0])).to(device) for v in range(len(layers[0]))]
+    parts, num_chunks = parts_for(device), config.parallel.virtual_stages
+    chunks = [_build_chunk(megatron_config, arch, ranks, parts, v, num_chunks).to(device) for v in range(num_chunks)]
     for chunk, held in zip(chunks, layers[ranks.pipeline], strict=True):
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
         assert numbers == list(held), (numbers, held)
@@ -175,21 +200,20 @@ def build_model(
     return BuiltModel(arch, megatron_config, tuple(chunks), tuple(ddps), layers, ranks, device)
 
 
-def _build_chunk(config: TransformerConfig, arch: Architecture, ranks: Ranks, v: int, num_chunks: int) -> GPTModel:
+def _build_chunk(
+    config: TransformerConfig, arch: Architecture, ranks: Ranks, parts: Parts, v: int, num_chunks: int
+) -> GPTModel:
     """Virtual stage ``v`` of this rank's ``num_chunks``."""
     vp_stage = v if num_chunks > 1 else None
     return GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(config, vp_stage),
+        transformer_layer_spec=block_spec(config, parts, vp_stage),
         vocab_size=arch.padded_vocab_size(ranks.tensor_size),
         max_sequence_length=arch.max_positions,
         pre_process=ranks.pipeline == 0 and v == 0,
         post_process=ranks.is_last_stage and v == num_chunks - 1,
         share_embeddings_and_output_weights=arch.tied_embeddings,
-        position_embedding_type="rope",
-        rotary_base=arch.rope_theta,
-        rope_scaling=arch.rope_scaling_factor is not None,
-        rope_scaling_factor=arch.rope_scaling_factor or 1.0,
+        position_embedding_type="none",  # our attention applies ``rotary``
         vp_stage=vp_stage,
     )
 
@@ -200,7 +224,7 @@ def _wrap(config: LearnerConfig, megatron_config: TransformerConfig, chunk: GPTM
         ddp_config=DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=config.optimizer.distributed
         ),
-        module=Float16Module(megatron_config, chunk) if megatron_config.bf16 else chunk,
+        module=Float16Module(megatron_config, chunk) if megatron_config.params_dtype.itemsize == 2 else chunk,
     )
 
 
@@ -222,10 +246,15 @@ def transformer_config(
     config: LearnerConfig, arch: Architecture, device: torch.device, *, deterministic: bool
 ) -> TransformerConfig:
     """Megatron's config of the model. Fusions that need Apex, or torch.compile on CPU, are off."""
-    dtype = getattr(torch, config.dtype)
+    dtype, parallel, recompute = getattr(torch, config.dtype), config.parallel, config.recompute
+    full = recompute.granularity == "full"
     with warnings.catch_warnings():
         # 0.16's own default of an option we don't use (CUDA graphs) is one that it warns about.
         warnings.filterwarnings("ignore", message="full scope is deprecated")
+        # Its advice about fused attention; the user asked for it.
+        warnings.filterwarnings(
+            "ignore", message="If you are using transformer_engine as the transformer implementation"
+        )
         return TransformerConfig(
             num_layers=arch.num_layers,
             hidden_size=arch.hidden_size,
@@ -242,19 +271,28 @@ def transformer_config(
             activation_func=F.silu,
             hidden_dropout=0.0,
             attention_dropout=0.0,
-            tensor_model_parallel_size=config.parallel.tensor,
-            pipeline_model_parallel_size=config.parallel.pipeline,
-            virtual_pipeline_model_parallel_size=_virtual(config.parallel),
-            num_layers_in_first_pipeline_stage=config.parallel.first_stage_layers,
-            num_layers_in_last_pipeline_stage=config.parallel.last_stage_layers,
-            sequence_parallel=config.parallel.sequence,
-            # Micro-batches differ in size; the stages tell each other how long the next one is.
-            variable_seq_lengths=config.parallel.pipeline > 1,
-            # Unused by a dense model, but the default one is refused together with variable_seq_lengths.
-            moe_token_dispatcher_type="alltoall",
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=_virtual(parallel),
+            num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
+            num_layers_in_last_pipeline_stage=parallel.last_stage_layers,
+            context_parallel_size=parallel.context,
+            expert_model_parallel_size=parallel.expert,
+            expert_tensor_parallel_size=parallel.expert_tensor_size,
+            sequence_parallel=parallel.sequence,
+            # Micro-batches differ in size, and the stages tell each other how long the next one is. Not so where they are made of
+            # one length (see ``needs_equal_lengths``); with virtual stages the messages then go while the layers compute.
+            variable_seq_lengths=parallel.pipeline > 1 and not needs_equal_lengths(config, arch, device),
+            overlap_p2p_comm=parallel.virtual_stages > 1,
+            batch_p2p_comm=parallel.virtual_stages == 1,
+            recompute_granularity=None if recompute.granularity == "none" else recompute.granularity,
+            recompute_modules=list(recompute.modules) if recompute.granularity == "selective" else None,
+            recompute_method=recompute.method if full else None,
+            recompute_num_layers=recompute.num_layers if full else None,
             params_dtype=dtype,
             pipeline_dtype=dtype,
             bf16=dtype is torch.bfloat16,
+            fp16=dtype is torch.float16,
             # The loss is a sum over tokens; Megatron divides the added gradients by the global number of loss tokens.
             calculate_per_token_loss=True,
             finalize_model_grads_func=finalize_model_grads,
@@ -267,15 +305,42 @@ def transformer_config(
             masked_softmax_fusion=False,
             persist_layer_norm=False,
             apply_rope_fusion=False,
+            **_expert_options(arch, device),
         )
+
+
+def _expert_options(arch: Architecture, device: torch.device) -> dict[str, Any]:
+    """Qwen3-MoE's routing in Megatron's terms: no balancing loss, nothing dropped.
+
+    Softmax over the chosen experts alone equals softmax over all with the chosen ones scaled to sum 1.
+    """
+    # gloo has no all-to-all. The default is refused together with variable_seq_lengths, even for a dense model.
+    dispatcher = "allgather" if arch.is_moe and device.type == "cpu" else "alltoall"
+    if not arch.is_moe:
+        return {"moe_token_dispatcher_type": dispatcher}
+    return {
+        "moe_token_dispatcher_type": dispatcher,
+        "num_moe_experts": arch.num_experts,
+        "moe_ffn_hidden_size": arch.moe_ffn_size,
+        "moe_router_topk": arch.experts_per_token,
+        "moe_router_pre_softmax": not arch.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": False,
+    }
+
+
+def needs_equal_lengths(config: LearnerConfig, arch: Architecture, device: torch.device) -> bool:
+    """Whether all micro-batches of a step must be of one length: for the interleaved schedule, and for Megatron's all-gather of
+    tokens between the experts' ranks."""
+    return config.parallel.virtual_stages > 1 or (arch.is_moe and device.type == "cpu")
 
 
 # Without no_grad the distributed optimizer's float32 shards are slices with a history, and torch warns at each step.
 @torch.no_grad()
 def build_optimizer(config: LearnerConfig, model: BuiltModel) -> Any:
-    """AdamW over the loaded weights (with bfloat16 it copies them to its float32 masters here)."""
+    """AdamW over the loaded weights (in 16 bits it copies them to its float32 masters here)."""
     section = config.optimizer
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=section.lr,
@@ -285,9 +350,15 @@ def build_optimizer(config: LearnerConfig, model: BuiltModel) -> Any:
             adam_eps=section.eps,
             clip_grad=section.clip_grad_norm,
             bf16=model.config.bf16,
+            fp16=model.config.fp16,
             params_dtype=model.config.params_dtype,
             use_distributed_optimizer=section.distributed,
         ),
         list(model.ddps),
         use_gloo_process_groups=False,
     )
+    if model.config.fp16:
+        scale = LossScale.of(section, model.device)
+        scale.share(optimizer)
+        model.config.grad_scale_func = optimizer.scale_loss
+    return optimizer

@@ -29,11 +29,14 @@ from common.errors import InvariantError, TrainingError
 from services.learner.architecture import read_architecture
 from services.learner.config import LearnerConfig
 from services.learner.losses import LossInputs, policy_loss
-from services.learner.megatron import checkpoint, device_map, export, hf_names
-from services.learner.megatron.batch import DeviceBatch
+from services.learner.megatron import device_map, export, hf_weights
+from services.learner.megatron.batch import DeviceBatch, even_out
+from services.learner.megatron.checkpoint import Checkpointer
+from services.learner.megatron.loss_scale import apply_gradients, gradient_norm
 from services.learner.megatron.mcore import get_forward_backward_func
-from services.learner.megatron.model import build_model, build_optimizer, choose_device, init_world
+from services.learner.megatron.model import build_model, build_optimizer, choose_device, init_world, needs_equal_lengths
 from services.learner.megatron.reference import ReferenceWeights
+from services.learner.megatron.rotary import Rotary
 from services.learner.megatron.vocab import logprobs_and_entropy
 from services.learner.packing import MicroBatch, TrainSample, add_columns, completion_slice, pack, plan_microbatches
 from services.learner.policy import StepStats
@@ -69,10 +72,14 @@ class MegatronPolicy:
         self.ranks = init_world(config, arch, self.device, seed=seed)
         with device_map.scope(self.device):
             self.model = build_model(config, arch, self.ranks, self.device, deterministic=deterministic)
-            hf_names.load_hf(self.model, self.model_path)
+            hf_weights.load_hf(self.model, self.model_path)
             self.optimizer = build_optimizer(config, self.model)
         parameters = (parameter for _, parameter in self.model.named_parameters())
         self.reference = ReferenceWeights(parameters) if config.objective.has_reference else None
+        self.rotary = Rotary.of(arch, self.device)
+        self.checkpointer = Checkpointer(
+            self.model, self.optimizer, source=self.model_path, timeout_s=config.wait_timeout_s
+        )
         # Sequence parallelism cuts the tokens over the tensor ranks; tensor cores like multiples of 8.
         self.alignment = math.lcm(
             self.ranks.tensor_size if config.parallel.sequence else 1, 8 if self.device.type == "cuda" else 1
@@ -123,6 +130,8 @@ class MegatronPolicy:
             num_updates=len(done),
             kl_reference=totals.sums["kl_reference"] / totals.num_loss_tokens if has_kl else None,
             step_s=time.perf_counter() - start,
+            num_overflows=sum(update.overflowed for update in done),
+            loss_scale=float(self.optimizer.get_loss_scale()),
         )
 
     def _with_fixed_logprobs(self, samples: list[TrainSample], step: int, *, several: bool) -> list[TrainSample]:
@@ -157,16 +166,17 @@ class MegatronPolicy:
                 raise TrainingError(f"The loss of step {step} is {totals.sums['loss']}; {so_far}.")
             if check_gap:
                 self._check_gap(totals.gap, step)
-            self.optimizer.prepare_grads()
-            grad_norm = float(self.optimizer.get_grad_norm())
+            norm = gradient_norm(self.optimizer)  # none: float16 overflowed, and this step is skipped
+            grad_norm = 0.0 if norm is None else norm
             if not math.isfinite(grad_norm):
                 raise TrainingError(f"The gradient norm of step {step} is {grad_norm}; {so_far}.")
             lr = learning_rate(self.config.optimizer, self.optimizer_steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.optimizer.step()
-        self.optimizer_steps += 1
-        return _Update(totals, grad_norm, lr, len(batches) * self.ranks.data_size)
+            if norm is not None:
+                apply_gradients(self.optimizer, norm)
+                self.optimizer_steps += 1
+        return _Update(totals, grad_norm, lr, len(batches) * self.ranks.data_size, overflowed=norm is None)
 
     def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
         """As ``logprobs``, by the start model. Only with ``objective.kl_coef`` over 0."""
@@ -190,14 +200,19 @@ class MegatronPolicy:
         dist.all_reduce(flat)
         return [part.astype(np.float32) for part in np.split(flat.cpu().numpy(), bounds[1:-1])]
 
-    def save_checkpoint(self, root: Path, step: int, extra: dict[str, Any]) -> Path:
-        """Weights, optimizer and random states into ``root/step-XXXXXXXX``, atomically; see ``checkpoint``."""
-        extra = {**extra, OPTIMIZER_STEPS: self.optimizer_steps}
-        return checkpoint.save_checkpoint(Path(root), step, extra, self.model, self.optimizer)
+    def begin_checkpoint(self, root: Path, step: int, extra: dict[str, Any]) -> None:
+        """Weights, optimizer and random states into ``root/step-XXXXXXXX``, in the background; see ``checkpoint``."""
+        with device_map.scope(self.device):
+            self.checkpointer.begin(Path(root), step, {**extra, OPTIMIZER_STEPS: self.optimizer_steps})
+
+    def finish_checkpoint(self, *, wait: bool) -> int | None:
+        """The step of a checkpoint that has become whole since the last call; see ``checkpoint``."""
+        return self.checkpointer.finish(wait=wait)
 
     def load_checkpoint(self, path: Path) -> tuple[int, dict[str, Any]]:
-        """Goes on from the checkpoint folder ``path``; returns (step, extra) as they were saved."""
-        step, extra = checkpoint.load_checkpoint(Path(path), self.model, self.optimizer)
+        """Goes on from the checkpoint folder ``path``, of any layout; returns (step, extra) as they were saved."""
+        with device_map.scope(self.device):
+            step, extra = self.checkpointer.load(Path(path))
         self.optimizer_steps = extra.pop(OPTIMIZER_STEPS, step)
         return step, extra
 
@@ -206,12 +221,12 @@ class MegatronPolicy:
         export.export_hf(Path(target), self.model_path, self.model)
 
     def plan_hf_tensors(self, dtype: torch.dtype | None = None) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        """(HF name, shape, dtype) of this stage's tensors in the order of sending; see ``hf_names``."""
-        return hf_names.plan_hf_tensors(self.model, dtype)
+        """(HF name, shape, dtype) of this stage's tensors in the order of sending; see ``hf_weights``."""
+        return hf_weights.plan_hf_tensors(self.model, dtype)
 
     def iter_hf_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yields (HF name, full tensor) of this stage in that order, on every tensor rank; see ``hf_names``."""
-        return hf_names.iter_hf_tensors(self.model, dtype)
+        """Yields (HF name, full tensor) of this stage in that order, on every tensor rank; see ``hf_weights``."""
+        return hf_weights.iter_hf_tensors(self.model, dtype)
 
     def _local_batches(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
         plan = plan_microbatches(
@@ -231,24 +246,24 @@ class MegatronPolicy:
         ddps, num_real = self.model.ddps, len(batches)
         for ddp in ddps:
             ddp.train(not forward_only)
-        batches = [*batches, *self._fillers(len(batches))]
-        feeds = [(DeviceBatch.of(batch, self.device) for batch in batches) for _ in ddps]
+        seq_length = self.config.max_tokens_per_microbatch  # each micro-batch tells its own
+        if needs_equal_lengths(self.config, self.model.arch, self.device):
+            multiple = self.ranks.pipeline_size if len(ddps) > 1 else 1
+            batches = even_out(batches, multiple, alignment=self.alignment, device=self.device)
+            seq_length = len(batches[0].tokens)
+        dtype = self.model.config.params_dtype
+        feeds = [(DeviceBatch.of(batch, self.rotary, dtype) for batch in batches) for _ in ddps]
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=feeds if len(feeds) > 1 else feeds[0],
             model=list(ddps),
             num_microbatches=len(batches),
-            seq_length=self.config.max_tokens_per_microbatch,  # each micro-batch tells its own
+            seq_length=seq_length,
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
         return results[:num_real]
-
-    def _fillers(self, num_batches: int) -> list[MicroBatch]:
-        """Micro-batches without samples, where the interleaved schedule wants a multiple of the stages."""
-        multiple = self.ranks.pipeline_size if len(self.model.ddps) > 1 else 1
-        return [pack([], [], alignment=self.alignment)] * (-num_batches % multiple)
 
     def _forward(self, batches: Iterator[DeviceBatch], model: Any) -> tuple[DeviceBatch, Tensor]:
         batch = next(batches)
@@ -316,3 +331,4 @@ class _Update:
     grad_norm: float
     lr: float
     num_microbatches: int
+    overflowed: bool

@@ -5,6 +5,7 @@ Linear layers are Megatron's own; the norm and the attention (``attention``) are
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,15 +13,19 @@ from torch import Tensor
 
 from services.learner.megatron.attention import PackedAttention
 from services.learner.megatron.mcore import (
+    HAVE_TRANSFORMER_ENGINE,
     MLP,
     AttnMaskType,
     ColumnParallelLinear,
     IdentityOp,
     MLPSubmodules,
     ModuleSpec,
+    MoELayer,
+    MoESubmodules,
     RowParallelLinear,
     SelfAttention,
     SelfAttentionSubmodules,
+    SequentialMLP,
     TransformerBlockSubmodules,
     TransformerConfig,
     TransformerLayer,
@@ -58,36 +63,61 @@ class RowParallel(RowParallelLinear):
         return super()._forward_impl(*args, **{**kwargs, "tp_group": self.tp_group})
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+@dataclass(frozen=True)
+class Parts:
+    """The modules that a layer is made of. All have the same parameters under the same names, whoever made them."""
+
+    column_linear: type
+    row_linear: type
+    norm: Any
+    attention: type
+
+
+LOCAL = Parts(ColumnParallelLinear, RowParallel, RMSNorm, PackedAttention)
+
+
+def parts_for(device: torch.device) -> Parts:
+    """Transformer Engine's where it is installed and there is a GPU to run them; else ours."""
+    if device.type == "cuda" and HAVE_TRANSFORMER_ENGINE:
+        from services.learner.megatron.te_parts import TE_PARTS
+
+        return TE_PARTS
+    return LOCAL
+
+
+def block_spec(config: TransformerConfig, parts: Parts, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage (of its virtual stage, where there are some) and the final norm, for GPTModel."""
-    head_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    head_norm = parts.norm if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=PackedAttention,
-            linear_proj=RowParallel,
+            linear_qkv=parts.column_linear,
+            core_attention=parts.attention,
+            linear_proj=parts.row_linear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
     )
-    mlp = ModuleSpec(
-        module=MLP,
-        params={"ffn_hidden_size": config.ffn_hidden_size},
-        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallel),
-    )
     layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=parts.norm,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=mlp,
+            pre_mlp_layernorm=parts.norm,
+            mlp=_mlp_spec(config, parts),
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=RMSNorm
-    )
+    count = get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=parts.norm)
+
+
+def _mlp_spec(config: TransformerConfig, parts: Parts) -> ModuleSpec:
+    """One MLP, or a router and experts, which run one after another."""
+    linears = MLPSubmodules(linear_fc1=parts.column_linear, linear_fc2=parts.row_linear)
+    if config.num_moe_experts is None:
+        return ModuleSpec(module=MLP, params={"ffn_hidden_size": config.ffn_hidden_size}, submodules=linears)
+    experts = ModuleSpec(module=SequentialMLP, submodules=linears)
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
