@@ -236,7 +236,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--both", action="store_true", help="also without shared prefixes")
     parser.add_argument("--no-trl", action="store_true", help="ours alone")
     parser.add_argument("--trl-microbatch", type=int, default=4, help="TRL's per_device_train_batch_size")
-    parser.add_argument("--trl-completions-only", action="store_true", help="also TRL with that change: see learner_trl.py")
+    parser.add_argument(
+        "--trl-completions-only", action="store_true", help="also TRL with that change: see learner_trl.py"
+    )
     parser.add_argument("--peak-tflops", type=float, help="of the GPU, where its name is not known here")
     parser.add_argument("--matmul-size", type=int, help="default: 1024 on cpu, 8192 on cuda")
     return parser

@@ -84,9 +84,7 @@ def run_steps(
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    model = AutoModelForCausalLM.from_pretrained(
-        model_path, dtype=getattr(torch, dtype), attn_implementation="sdpa"
-    )
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype), attn_implementation="sdpa")
     trainer = Trainer(
         model=model,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),

@@ -9,6 +9,7 @@ C = completion tokens.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,8 @@ class TrainSample:
     """One completion to train on.
 
     ``prompt_ids``: int32[P], P >= 1. ``completion_ids``: int32[C]. ``logprobs``: float32[C], the engine's log-prob of each
-    completion token. ``advantage``: of the whole completion.
+    completion token. ``advantage``: of the whole completion. ``name``: for messages. ``start_logprobs``, ``reference_logprobs``:
+    float32[C], log-probs by the weights at the start of the step and by the start model, where the objective needs them.
 
     Raises:
         ValueError: an empty prompt, or arrays whose lengths differ.
@@ -39,6 +41,9 @@ class TrainSample:
     completion_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     advantage: float
+    name: str = ""
+    start_logprobs: NDArray[np.float32] | None = None
+    reference_logprobs: NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         if not len(self.prompt_ids):
@@ -83,6 +88,7 @@ class MicroBatch:
     ``loss_positions``: int64[L], rising, the position that predicts each completion token. ``labels``: int64[L], that token.
     ``loss_mask``: bool[L], whether it counts. ``behaviour_logprobs``, ``advantages``: float32[L]. The rows are the samples of
     ``sample_indices`` in order, each with its completion in order. A micro-batch without any has one row that doesn't count.
+    ``slots``, ``start_logprobs``, ``reference_logprobs``: see ``add_columns``.
     """
 
     tokens: NDArray[np.int64]
@@ -95,6 +101,9 @@ class MicroBatch:
     behaviour_logprobs: NDArray[np.float32]
     advantages: NDArray[np.float32]
     sample_indices: tuple[int, ...]
+    slots: NDArray[np.int64] | None = None
+    start_logprobs: NDArray[np.float32] | None = None
+    reference_logprobs: NDArray[np.float32] | None = None
 
 
 def sequence_cost(length: int, *, hidden_size: int) -> float:
@@ -328,3 +337,29 @@ def _rows(samples: Sequence[TrainSample]) -> dict[str, NDArray[Any]]:
         "behaviour_logprobs": np.concatenate([sample.logprobs for sample in samples]).astype(np.float32),
         "advantages": np.repeat([sample.advantage for sample in samples], counts).astype(np.float32),
     }
+
+
+def add_columns(batch: MicroBatch, samples: Sequence[TrainSample]) -> MicroBatch:
+    """``batch`` with what the loss needs beside the engine's log-probs, each [L] and 0 off the mask.
+
+    ``slots``: int64, which of ``sample_indices`` a loss token is of. ``start_logprobs``, ``reference_logprobs``: float32, or none
+    where the samples have none.
+    """
+    chosen = [samples[i] for i in batch.sample_indices]
+    slots = np.zeros(len(batch.loss_mask), np.int64)
+    slots[batch.loss_mask] = np.repeat(np.arange(len(chosen)), [len(sample.completion_ids) for sample in chosen])
+    return dataclasses.replace(
+        batch,
+        slots=slots,
+        start_logprobs=_column(batch, [sample.start_logprobs for sample in chosen]),
+        reference_logprobs=_column(batch, [sample.reference_logprobs for sample in chosen]),
+    )
+
+
+def _column(batch: MicroBatch, parts: Sequence[NDArray[np.float32] | None]) -> NDArray[np.float32] | None:
+    given = [part for part in parts if part is not None]
+    if not given:
+        return None
+    column = np.zeros(len(batch.loss_mask), np.float32)
+    column[batch.loss_mask] = np.concatenate(given)
+    return column

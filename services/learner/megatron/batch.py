@@ -30,12 +30,22 @@ class DeviceBatch:
     loss_mask: Tensor
     behaviour_logprobs: Tensor
     advantages: Tensor
-    num_loss_tokens: Tensor
     packed: PackedSequences
+    slots: Tensor
+    num_sequences: int
+    start_logprobs: Tensor | None
+    reference_logprobs: Tensor | None
 
     @classmethod
     def of(
-        cls, batch: MicroBatch, rotary: Rotary, dtype: torch.dtype, *, vocab_size: int, temperature: float
+        cls,
+        batch: MicroBatch,
+        rotary: Rotary,
+        dtype: torch.dtype,
+        *,
+        vocab_size: int,
+        temperature: float,
+        entropy_gradient: bool,
     ) -> DeviceBatch:
         """Copies the arrays to the device of ``rotary``. ``dtype``: of the activations. The rest: see ``LossRows``."""
         device = rotary.inv_freq.device
@@ -46,7 +56,7 @@ class DeviceBatch:
 
         position_ids, labels = move(batch.position_ids), move(batch.labels)
         segments = Segments.of(move(batch.cu_seqlens), tuple(np.diff(batch.cu_seqlens).tolist()), batch.shared)
-        rows = LossRows(move(batch.loss_positions), labels, vocab_size, temperature)
+        rows = LossRows(move(batch.loss_positions), labels, vocab_size, temperature, entropy_gradient)
         return cls(
             tokens=move(batch.tokens)[None],
             position_ids=position_ids[None],
@@ -54,8 +64,13 @@ class DeviceBatch:
             loss_mask=move(batch.loss_mask),
             behaviour_logprobs=move(batch.behaviour_logprobs),
             advantages=move(batch.advantages),
-            num_loss_tokens=torch.tensor(int(batch.loss_mask.sum()), dtype=torch.int, device=device),
             packed=PackedSequences.of(segments, rotary.cos_sin(position_ids, dtype), rows),
+            slots=torch.zeros(len(batch.labels), dtype=torch.int64, device=device)
+            if batch.slots is None
+            else move(batch.slots),
+            num_sequences=max(1, len(batch.sample_indices)),
+            start_logprobs=None if batch.start_logprobs is None else move(batch.start_logprobs),
+            reference_logprobs=None if batch.reference_logprobs is None else move(batch.reference_logprobs),
         )
 
 

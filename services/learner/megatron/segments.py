@@ -32,37 +32,48 @@ Parts = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
+class PrefixRows:
+    """Positions of all segments behind shared prefixes, and of all shared prefixes; where each group's part of these begins (int32)."""
+
+    suffixes: Tensor
+    prefixes: Tensor
+    cu_suffixes: Tensor
+    cu_prefixes: Tensor
+    longest_suffixes: int
+    longest_prefix: int
+
+    @classmethod
+    def of(cls, shared: tuple[tuple[int, int, int], ...], device: torch.device) -> PrefixRows:
+        """On ``device``, from a micro-batch's plan."""
+
+        def rows(spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor, int]:
+            lengths = [end - start for start, end in spans]
+            starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+            index = torch.cat([torch.arange(start, end) for start, end in spans])
+            return index.to(device), starts.to(device), max(lengths)
+
+        suffixes, cu_suffixes, longest_suffixes = rows([(middle, end) for _, middle, end in shared])
+        prefixes, cu_prefixes, longest_prefix = rows([(start, middle) for start, middle, _ in shared])
+        return cls(suffixes, prefixes, cu_suffixes, cu_prefixes, longest_suffixes, longest_prefix)
+
+
+@dataclass(frozen=True)
 class Segments:
     """Where the segments of a micro-batch are: as plain ints, and on the device for kernels that read them there.
 
     ``lengths``: of all segments, in order; they fill the micro-batch. ``shared``: see ``MicroBatch``. ``cu_seqlens``: int32, as there.
-    ``suffix_rows``, ``prefix_rows``: positions of all shared segments and of all shared prefixes; ``cu_suffix``, ``cu_prefix``: int32,
-    starts of each group's part of these. All four are none where nothing is shared.
     """
 
     lengths: tuple[int, ...]
     shared: tuple[tuple[int, int, int], ...]
     cu_seqlens: Tensor
-    suffix_rows: Tensor | None = None
-    prefix_rows: Tensor | None = None
-    cu_suffix: Tensor | None = None
-    cu_prefix: Tensor | None = None
+    rows: PrefixRows | None
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, lengths: tuple[int, ...], shared: tuple[tuple[int, int, int], ...]) -> Segments:
-        """From a micro-batch's plan; the other tensors go to the device of ``cu_seqlens``."""
-        if not shared:
-            return cls(lengths, shared, cu_seqlens)
-        device = cu_seqlens.device
-
-        def rows(spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-            starts = itertools.accumulate((end - start for start, end in spans), initial=0)
-            index = torch.cat([torch.arange(start, end) for start, end in spans])
-            return index.to(device), torch.tensor(list(starts), dtype=torch.int32).to(device)
-
-        suffix_rows, cu_suffix = rows([(middle, end) for _, middle, end in shared])
-        prefix_rows, cu_prefix = rows([(start, middle) for start, middle, _ in shared])
-        return cls(lengths, shared, cu_seqlens, suffix_rows, prefix_rows, cu_suffix, cu_prefix)
+        """From a micro-batch's plan; what else it needs goes to the device of ``cu_seqlens``."""
+        on_gpu = cu_seqlens.is_cuda and bool(shared)
+        return cls(lengths, shared, cu_seqlens, PrefixRows.of(shared, cu_seqlens.device) if on_gpu else None)
 
     @property
     def own_blocks(self) -> list[Block]:
@@ -224,17 +235,22 @@ class VarlenKernel:
         self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor]:
         """(output [T, h, d], log-sum-exp [h, T])."""
-        longest = max(segments.lengths)
-        cu = segments.cu_seqlens
+        longest, cu, rows = max(segments.lengths), segments.cu_seqlens, segments.rows
         out, lse = self._call(query, key, value, cu, cu, longest, longest, scale, causal=True)
-        if not segments.shared:
+        if rows is None:
             return out, lse
-        q_rows, k_rows, cu_q, cu_k, max_q, max_k = self._prefix(segments)
         part, part_lse = self._call(
-            query[q_rows], key[k_rows], value[k_rows], cu_q, cu_k, max_q, max_k, scale, causal=False
+            query[rows.suffixes],
+            key[rows.prefixes],
+            value[rows.prefixes],
+            rows.cu_suffixes,
+            rows.cu_prefixes,
+            rows.longest_suffixes,
+            rows.longest_prefix,
+            scale,
+            causal=False,
         )
-        merged, merged_lse = merge(out[q_rows], lse[:, q_rows], part, part_lse)
-        out[q_rows], lse[:, q_rows] = merged, merged_lse
+        out[rows.suffixes], lse[:, rows.suffixes] = merge(out[rows.suffixes], lse[:, rows.suffixes], part, part_lse)
         return out, lse
 
     def backward(
@@ -249,44 +265,29 @@ class VarlenKernel:
         scale: float,
     ) -> Parts:
         """Gradients of query, key and value. ``out`` and ``lse`` are those of both parts together."""
-        longest = max(segments.lengths)
-        cu = segments.cu_seqlens
+        longest, cu, rows = max(segments.lengths), segments.cu_seqlens, segments.rows
         dq, dk, dv = self._back(grad, query, key, value, out, lse, cu, cu, longest, longest, scale, causal=True)
-        if not segments.shared:
+        if rows is None:
             return dq, dk, dv
-        q_rows, k_rows, cu_q, cu_k, max_q, max_k = self._prefix(segments)
         part_q, part_k, part_v = self._back(
-            grad[q_rows],
-            query[q_rows],
-            key[k_rows],
-            value[k_rows],
-            out[q_rows],
-            lse[:, q_rows].contiguous(),
-            cu_q,
-            cu_k,
-            max_q,
-            max_k,
+            grad[rows.suffixes],
+            query[rows.suffixes],
+            key[rows.prefixes],
+            value[rows.prefixes],
+            out[rows.suffixes],
+            lse[:, rows.suffixes].contiguous(),
+            rows.cu_suffixes,
+            rows.cu_prefixes,
+            rows.longest_suffixes,
+            rows.longest_prefix,
             scale,
             causal=False,
         )
-        # The rows are distinct: indexing reads, adds and writes each once.
-        dq[q_rows] += part_q
-        dk[k_rows] += part_k
-        dv[k_rows] += part_v
+        # The positions are distinct: indexing reads, adds and writes each once.
+        dq[rows.suffixes] += part_q
+        dk[rows.prefixes] += part_k
+        dv[rows.prefixes] += part_v
         return dq, dk, dv
-
-    @staticmethod
-    def _prefix(segments: Segments) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:
-        q_rows, k_rows, cu_q, cu_k = (
-            segments.suffix_rows,
-            segments.prefix_rows,
-            segments.cu_suffix,
-            segments.cu_prefix,
-        )
-        assert q_rows is not None and k_rows is not None and cu_q is not None and cu_k is not None
-        max_q = max(end - middle for _, middle, end in segments.shared)
-        max_k = max(middle - start for start, middle, _ in segments.shared)
-        return q_rows, k_rows, cu_q, cu_k, max_q, max_k
 
     @staticmethod
     def _call(
