@@ -232,7 +232,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=5, help="after one to warm up")
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--microbatch-tokens", type=int, help="ours: default 4096 on cpu, 32768 on cuda")
+    parser.add_argument("--microbatch-tokens", type=int, help="ours: default 4096 on cpu, 16384 on cuda")
     parser.add_argument("--both", action="store_true", help="also without shared prefixes")
     parser.add_argument("--no-trl", action="store_true", help="ours alone")
     parser.add_argument("--trl-microbatch", type=int, default=4, help="TRL's per_device_train_batch_size")
@@ -252,7 +252,7 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
     if args.groups:
         args.batch = replace(args.batch, num_groups=args.groups)
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
-    args.microbatch_tokens = args.microbatch_tokens or (32768 if on_gpu else 4096)
+    args.microbatch_tokens = args.microbatch_tokens or (16384 if on_gpu else 4096)
     args.matmul_size = args.matmul_size or (8192 if on_gpu else 1024)
     wanted = not args.no_trl and not on_gpu
     if wanted and not learner_trl.have_trl():

@@ -20,6 +20,7 @@ from common.errors import InvariantError
 from services.learner.megatron import segments as segments_module
 from services.learner.megatron import vocab
 from services.learner.megatron.segments import CPU_KERNEL, PLAIN_KERNEL, SegmentAttention, Segments
+from services.learner.megatron.spec import _RMSNorm, _SwiGLU
 from services.learner.megatron.vocab import LossRows, logprobs_and_entropy
 
 REPO = Path(__file__).parents[2]
@@ -147,6 +148,23 @@ def test_a_second_backward_through_the_output_layer_fails_rather_than_being_wron
     logprobs.sum().backward(retain_graph=True)
     with pytest.raises(InvariantError, match="ran twice"):
         logprobs.sum().backward()
+
+
+# ---- norm and activation ----
+
+
+def test_the_norms_gradients_are_those_of_torch_and_of_finite_differences() -> None:
+    torch.manual_seed(0)
+    x, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 2, 6), (6,)))
+    torch.testing.assert_close(_RMSNorm.apply(x, weight, 1e-5), torch.nn.functional.rms_norm(x, (6,), weight, 1e-5))
+    assert torch.autograd.gradcheck(lambda *inputs: _RMSNorm.apply(*inputs, 1e-5), (x, weight))
+
+
+def test_the_activations_gradient_is_that_of_finite_differences() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 2, 8, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(_SwiGLU.apply(x), torch.nn.functional.silu(x[..., :4]) * x[..., 4:])
+    assert torch.autograd.gradcheck(_SwiGLU.apply, (x,))
 
 
 # ---- the policy ----

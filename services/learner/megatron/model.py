@@ -279,6 +279,7 @@ def transformer_config(
             add_qkv_bias=arch.qkv_bias,
             gated_linear_unit=True,
             activation_func=F.silu,
+            use_te_activation_func=True,  # that of the spec, which is ours
             hidden_dropout=0.0,
             attention_dropout=0.0,
             tensor_model_parallel_size=parallel.tensor,

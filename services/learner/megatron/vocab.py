@@ -128,7 +128,8 @@ class _LogProbs(torch.autograd.Function):
             else:
                 grad_Lv[rows] = kept.to(factor.dtype) * factor
         at_label_L = torch.where(mine_L, given_L / ctx.temperature, 0.0).to(grad_Lv.dtype)
-        grad_Lv.scatter_add_(1, column_L[:, None], at_label_L[:, None])
+        each_L = torch.arange(len(column_L), device=column_L.device)
+        grad_Lv[each_L, column_L] += at_label_L  # one element of each row: deterministic also on GPUs
         dhidden_Lc = grad_Lv @ weight_vc
         if ctx.group.size() > 1:
             dist.all_reduce(dhidden_Lc, group=ctx.group)
