@@ -1,7 +1,7 @@
 """Reward against staleness: the quickstart's task, trained on samples that are exactly k versions old, by two objectives.
 
     python -m bench.staleness --out runs/staleness                       # all runs, one after the other, on one core
-    python -m bench.staleness --out runs/staleness --report bench/results/staleness.md    # from what has ended; needs matplotlib
+    python -m bench.staleness --out runs/staleness --report bench/results/staleness.png   # table and plot of those that ended; needs matplotlib
 
 One process does all of it, so that the age is exact: step n samples with the weights of version max(0, n - k), from a ring of the last
 k + 1. What samples is transformers on the CPU with a key-value cache, what judges is the reward role's own judge with its sandbox,
@@ -200,6 +200,81 @@ def run_all(
         pool.close()
 
 
+def read_runs(out: Path) -> dict[tuple[str, int], list[list[dict[str, Any]]]]:
+    """(objective, staleness) -> the rows of each seed's run; only of runs that ended."""
+    runs: dict[tuple[str, int], list[list[dict[str, Any]]]] = {}
+    for path in sorted(out.glob("*.jsonl")):
+        objective, k, _ = path.stem.split("-")
+        runs.setdefault((objective, int(k[1:])), []).append(
+            [json.loads(line) for line in path.read_text().splitlines()]
+        )
+    return runs
+
+
+def table(runs: dict[tuple[str, int], list[list[dict[str, Any]]]]) -> str:
+    """One line for each objective and staleness. Means over seeds; all but the rewards also over steps, those with old samples only."""
+    lines = [
+        "| objective | versions old | seeds | held-out at the end (each seed) | held-out, mean of the curve | train reward, last 10 steps "
+        "| clipped | effective sample size | KL to the sampler | truncated | entropy at the end | gradient norm |",
+        "| --- | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |",
+    ]
+    for (objective, k), seeds in sorted(runs.items(), key=lambda item: (item[0][1], item[0][0])):
+        steps = [row for rows in seeds for row in rows if row.get("age") == k and "loss" in row]
+
+        def mean(key: str, steps: list[dict[str, Any]] = steps) -> float:
+            return fmean(row[key] for row in steps)
+
+        finals = [rows[-1]["heldout"] for rows in seeds]
+        curve = fmean(row["heldout"] for rows in seeds for row in rows if "heldout" in row)
+        late = fmean(row["reward"] for rows in seeds for row in rows[-11:-1])
+        entropy = fmean(row["entropy"] for rows in seeds for row in rows[-11:-1] if "entropy" in row)
+        lines.append(
+            f"| {objective} | {k} | {len(seeds)} | {fmean(finals):.3f} ({', '.join(f'{x:.3f}' for x in finals)}) | {curve:.3f} | {late:.3f} "
+            f"| {mean('clip_share'):.1%} | {mean('ess_share'):.2f} | {mean('kl_k3'):.4f} | {mean('truncated_share'):.2%} "
+            f"| {entropy:.3f} | {mean('grad_norm'):.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(runs: dict[tuple[str, int], list[list[dict[str, Any]]]], path: Path) -> None:
+    """Held-out reward over steps, a panel for each objective, and at the end over staleness; thin lines are single seeds."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(OBJECTIVES) + 1, figsize=(13, 4), sharey=True)
+    for axis, objective in zip(axes, OBJECTIVES, strict=False):
+        for number, k in enumerate(STALENESS):
+            seeds = [
+                [(r["step"], r["heldout"]) for r in rows if "heldout" in r] for rows in runs.get((objective, k), [])
+            ]
+            for points in seeds:
+                axis.plot(*zip(*points, strict=True), color=f"C{number}", alpha=0.3, linewidth=0.8)
+            if seeds:
+                steps = [step for step, _ in seeds[0]]
+                means = [fmean(points[i][1] for points in seeds) for i in range(len(steps))]
+                axis.plot(steps, means, color=f"C{number}", marker="o", label=f"{k} versions old")
+        axis.set_title(objective)
+        axis.set_xlabel("step")
+        axis.legend()
+    axes[0].set_ylabel("held-out pass@1")
+    for number, objective in enumerate(OBJECTIVES):
+        finals = [
+            (k, [rows[-1]["heldout"] for rows in runs[objective, k]]) for k in STALENESS if (objective, k) in runs
+        ]
+        places = [STALENESS.index(k) for k, _ in finals]
+        axes[-1].plot(places, [fmean(f) for _, f in finals], marker="o", color=f"C{number + 4}", label=objective)
+        for place, (_, values) in zip(places, finals, strict=True):
+            axes[-1].scatter([place] * len(values), values, color=f"C{number + 4}", alpha=0.4, s=15)
+    axes[-1].set_xticks(range(len(STALENESS)), [str(k) for k in STALENESS])
+    axes[-1].set_title("at the end")
+    axes[-1].set_xlabel("versions old")
+    axes[-1].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     """Run, or report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -208,7 +283,12 @@ def main() -> None:
     parser.add_argument("--objectives", nargs="+", choices=OBJECTIVES, default=list(OBJECTIVES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--report", type=Path, help="print the table of the runs that ended, and plot them to this PNG")
     args = parser.parse_args()
+    if args.report:
+        print(table(runs := read_runs(args.out)))
+        plot(runs, args.report)
+        return
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     run_all(args.out, staleness=args.staleness, objectives=args.objectives, seeds=args.seeds, num_steps=args.steps)
 

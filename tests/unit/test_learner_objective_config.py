@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import re
+import tomllib
+from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import ValidationError
@@ -83,6 +87,29 @@ def test_a_learning_rate_that_makes_no_sense_is_refused(options: dict, text: str
 
 def test_a_learning_rate_of_zero_passes_when_it_is_meant() -> None:
     assert OptimizerConfig(lr=0.0, allow_zero_lr=True).lr == 0.0
+
+
+def test_the_settings_that_the_readme_names_are_those_that_there_are() -> None:
+    text = (Path(__file__).parents[2] / "services/learner/README.md").read_text()
+    section = re.search(r"## Algorithms\n(.*?)\n## ", text, re.S).group(1)
+    named = [tomllib.loads(code) for code in re.findall(r"`([a-z_]+ = [^`]+)`", section)]
+    assert len(named) > 20
+    known = OptimizerConfig.model_fields | ObjectiveConfig.model_fields
+    for setting in named:
+        ((key, value),) = setting.items()
+        assert key in known, setting
+        if isinstance(value, str):
+            kinds = get_args(known[key].annotation)
+            assert value in {name for kind in kinds for name in (get_args(kind) or [kind])}, setting
+
+
+@pytest.mark.parametrize("recipe", ["GRPO as published", "GSPO", "CISPO", "AReaL"])
+def test_the_recipes_of_the_readme_are_accepted(recipe: str) -> None:
+    text = (Path(__file__).parents[2] / "services/learner/README.md").read_text()
+    row = re.search(rf"^\| {recipe} \|(.*)\|$", text, re.M).group(1)
+    settings = tomllib.loads("\n".join(re.findall(r"`([a-z_]+ = [^`]+)`", row)))
+    assert len(settings) >= 2
+    ObjectiveConfig.model_validate(settings)
 
 
 @pytest.mark.parametrize(
