@@ -59,6 +59,9 @@ class Policy(Protocol):
             TrainingError: before anything changed.
         """
 
+    def rest(self) -> None:
+        """Called before a wait of unknown length."""
+
     def plan_hf_tensors(self, dtype: torch.dtype | None = None) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """This stage's tensors: (Hugging Face name, full shape, dtype)."""
 
