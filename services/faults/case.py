@@ -33,7 +33,7 @@ LIMITS: dict[str, Any] = {
 SIGNS = {
     "rejoined", "lease_expired", "lease_failed", "sync_aborted", "weight_update_failed", "message_refused", "node_refused",
     "sample_refused", "run_failed", "resumed", "not_judged", "judgement_retried", "publish_again", "nodes_did_not_leave",
-    "frame_refused", "disk_full", "disk_has_space_again", "stood_still",
+    "frame_refused", "disk_full", "checkpoint_failed", "disk_has_space_again", "stood_still",
 }  # fmt: skip
 
 

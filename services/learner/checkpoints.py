@@ -6,7 +6,15 @@ import re
 import shutil
 from pathlib import Path
 
+from common.errors import ForebayError
+
 PARTIAL_PREFIX = ".partial-step-"
+
+
+class CheckpointError(ForebayError):
+    """A checkpoint could not be written. Those before it are as they were."""
+
+
 _NAME = re.compile(r"step-\d{8}")
 
 

@@ -139,6 +139,13 @@ class LearnerConfig(StrictModel):
         description="torch threads per rank; none: torch's choice. 1 where ranks or engines share the cores",
     )
     checkpoint_interval_steps: int = Field(default=20, ge=1, description="optimizer steps between checkpoints")
+    async_checkpoints: bool = Field(
+        default=True,
+        description="write them while the next steps run; costs a copy of weights and optimizer state in host memory",
+    )
+    export_interval_steps: int | None = Field(
+        default=None, ge=1, description="optimizer steps between Hugging Face exports, besides that at the end"
+    )
     keep_checkpoints: int = Field(default=2, ge=1, description="older checkpoints are deleted")
     logprob_gap_alarm: float | None = Field(
         default=0.5,

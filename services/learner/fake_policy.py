@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import TrainingError
+from services.learner.checkpoints import CheckpointError, step_folder
 from services.learner.packing import TrainSample
 from services.learner.policy import StepStats
 
@@ -26,6 +27,7 @@ class FakePolicy:
     def __init__(self, *, step_s: float, rank: int = 0, die_at_step: int = 0, gap_alarm: float | None = None) -> None:
         self.device = torch.device("cpu")
         self.weight = 0.0
+        self._finished: int | None = None
         self.is_sender = rank == 0  # every rank trains the same; this one speaks for all
         self._step_s, self._die_at_step, self._gap_alarm = step_s, die_at_step, gap_alarm
 
@@ -69,6 +71,9 @@ class FakePolicy:
             )
         return gap
 
+    def rest(self) -> None:
+        """There is nothing to put away."""
+
     def plan_hf_tensors(self, dtype: torch.dtype | None = None) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """One tensor."""
         return [("weight", (256,), torch.float32)]
@@ -77,19 +82,26 @@ class FakePolicy:
         """The weight, repeated."""
         yield "weight", torch.full((256,), self.weight, dtype=torch.float32)
 
-    def save_checkpoint(self, root: Path, step: int, extra: dict[str, Any]) -> Path:
-        """One JSON file in the folder that a real policy would write."""
-        folder = root / f"step-{step:08d}"
-        if not self.is_sender:
-            return folder
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / "fake.json.partial"
-        partial.write_text(json.dumps({"step": step, "extra": extra, "weight": self.weight}))
-        partial.rename(folder / "fake.json")
-        return folder
+    def begin_checkpoint(self, root: Path, step: int, extra: dict[str, Any]) -> None:
+        """One JSON file in the folder that a real policy would write, at once."""
+        if self.is_sender:
+            folder = step_folder(root, step)
+            partial = folder / "fake.json.partial"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                partial.write_text(json.dumps({"step": step, "extra": extra, "weight": self.weight}))
+                partial.rename(folder / "fake.json")
+            except OSError as error:
+                raise CheckpointError(f"The checkpoint of step {step} was not written: {error}.") from error
+        self._finished = step
+
+    def finish_checkpoint(self, *, wait: bool) -> int | None:
+        """It is finished as soon as it is begun."""
+        finished, self._finished = self._finished, None
+        return finished
 
     def load_checkpoint(self, path: Path) -> tuple[int, dict[str, Any]]:
-        """See ``save_checkpoint``."""
+        """See ``begin_checkpoint``."""
         data = json.loads((path / "fake.json").read_text())
         self.weight = data["weight"]
         return int(data["step"]), dict(data["extra"])

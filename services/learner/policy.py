@@ -59,14 +59,28 @@ class Policy(Protocol):
             TrainingError: before anything changed.
         """
 
+    def rest(self) -> None:
+        """Called before a wait of unknown length."""
+
     def plan_hf_tensors(self, dtype: torch.dtype | None = None) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """This stage's tensors: (Hugging Face name, full shape, dtype)."""
 
     def iter_hf_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the plan, in its order."""
 
-    def save_checkpoint(self, root: Path, step: int, extra: dict[str, Any]) -> Path:
-        """Durable and atomic."""
+    def begin_checkpoint(self, root: Path, step: int, extra: dict[str, Any]) -> None:
+        """Begin to write one; durable, atomic, and finished by ``finish_checkpoint``. At most one at a time.
+
+        Raises:
+            CheckpointError: it can't be begun.
+        """
+
+    def finish_checkpoint(self, *, wait: bool) -> int | None:
+        """The step of the checkpoint that has become whole since the last call, or none; with ``wait`` when it is.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
 
     def load_checkpoint(self, path: Path) -> tuple[int, dict[str, Any]]:
         """(step, extra) of the checkpoint; the policy goes on from there."""

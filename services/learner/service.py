@@ -32,7 +32,7 @@ from protocol import messages as m
 from protocol.codec import Received
 from protocol.config import RunConfig
 from services.learner.advantages import group_advantages
-from services.learner.checkpoints import latest_checkpoint, oldest_step, prune_checkpoints
+from services.learner.checkpoints import CheckpointError, latest_checkpoint, oldest_step, prune_checkpoints, step_folder
 from services.learner.config import LearnerConfig, ObjectiveConfig
 from services.learner.link import Link, NotYet
 from services.learner.packing import TrainSample
@@ -41,6 +41,8 @@ from services.learner.weight_sender import WeightSender, publish
 from services.learner.world import World
 
 log = structlog.get_logger()
+
+MAX_FAILED_CHECKPOINTS = 3
 
 
 class Learner:
@@ -52,6 +54,7 @@ class Learner:
         self.run_config, self.config, self.policy, self.world = run, config, policy, world
         self.step = self._resume()  # optimizer steps done = the version of the weights at hand
         self.checkpoint_step = self.step if self.step else -1
+        self._failed_checkpoints = 0  # one after the other
         self._wait_batch_s = 0.0  # since the last step
         self.link = self._join(node_id) if world.rank == 0 else None
         incarnation = self.link.welcome.tag.incarnation if self.link else 0
@@ -89,11 +92,11 @@ class Learner:
                     log.info("end_of_data", reason=end.reason)
                     self._finish()
                     break
-        if self.step != max(0, self.checkpoint_step):
-            self._checkpoint()
+        self._last_checkpoint()
         return self._leave()
 
     def _leave(self) -> int:
+        self._settle_checkpoint(wait=True)
         self.sender.leave()
         if self.link:
             self.link.close("done")
@@ -114,6 +117,7 @@ class Learner:
         """Rank 0 waits for the coordinator as long as that takes; the others, in a collective with a limit, hear in between that there
         is nothing yet."""
         started, step = time.monotonic(), self.step + 1
+        self.policy.rest()
         within_s = None if self.world.size == 1 else self.config.wait_timeout_s / 4
         received: Received | NotYet | None = NotYet()
         while isinstance(received, NotYet):
@@ -180,6 +184,7 @@ class Learner:
         }
 
     def _commit(self, metrics: dict[str, float]) -> None:
+        self._settle_checkpoint(wait=False)
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._ask(
             m.StepCommitted(
@@ -191,20 +196,61 @@ class Learner:
             f"commit of step {self.step}",
         )
         if self.step % self.config.checkpoint_interval_steps == 0:
-            self._checkpoint()
+            self._begin_checkpoint()
+        if self.config.export_interval_steps and self.step % self.config.export_interval_steps == 0:
+            log.info("export", step=self.step, path=str(self._export(f"exports/step-{self.step:08d}")))
 
-    def _checkpoint(self) -> None:
-        path = self.policy.save_checkpoint(self._checkpoints, self.step, {"incarnation": self.incarnation})
-        self.checkpoint_step = self.step
+    def _begin_checkpoint(self) -> None:
+        """The files are written while the next steps run. A disk that is full now may have room at the next one."""
+        self._settle_checkpoint(wait=True)
+        try:
+            self.policy.begin_checkpoint(self._checkpoints, self.step, {"incarnation": self.incarnation})
+        except CheckpointError as error:
+            self._checkpoint_failed(error)
+        if not self.config.async_checkpoints:
+            self._settle_checkpoint(wait=True)
+
+    def _settle_checkpoint(self, *, wait: bool) -> None:
+        """Take note of a checkpoint that has become whole; with ``wait`` until it has."""
+        try:
+            step = self.policy.finish_checkpoint(wait=wait)
+        except CheckpointError as error:
+            self._checkpoint_failed(error)
+            return
+        if step is None:
+            return
+        self.checkpoint_step, self._failed_checkpoints = step, 0
         if self.world.rank == 0:
             prune_checkpoints(self._checkpoints, keep=self.config.keep_checkpoints)
-            log.info("checkpoint", step=self.step, path=str(path))
+            log.info("checkpoint", step=step, path=str(step_folder(self._checkpoints, step)))
+
+    def _checkpoint_failed(self, error: CheckpointError) -> None:
+        """On all ranks alike."""
+        self._failed_checkpoints += 1
+        if self._failed_checkpoints == MAX_FAILED_CHECKPOINTS:
+            raise error
+        log.error("checkpoint_failed", error=str(error), last_good=self.checkpoint_step)
+
+    def _last_checkpoint(self) -> None:
+        """The state as it is now, whole before this returns.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._settle_checkpoint(wait=True)
+        if self.step != max(0, self.checkpoint_step):
+            self._failed_checkpoints = MAX_FAILED_CHECKPOINTS - 1  # there is no next one
+            self._begin_checkpoint()
+            self._settle_checkpoint(wait=True)
+
+    def _export(self, name: str) -> Path:
+        target = Path(self.run_config.run_dir) / name
+        self.policy.export_hf(target)
+        return target
 
     def _finish(self) -> None:
-        export_dir = Path(self.run_config.run_dir) / "export"
-        self.policy.export_hf(export_dir)
-        if self.step != self.checkpoint_step:
-            self._checkpoint()
+        export_dir = self._export("export")
+        self._last_checkpoint()
         self._ask(m.LearnerDone(export_dir=str(export_dir)), "the end of the run")
 
     # ---- talking ----

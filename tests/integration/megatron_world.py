@@ -1,6 +1,9 @@
-"""One rank of a learner world, started by torchrun from test_megatron_world.py. Writes what it saw as JSON.
+"""One rank of a learner world, started by torchrun from test_megatron_world.py: trains in each layout of JOBS, one after another.
 
-python -m torch.distributed.run --standalone --nproc-per-node 2 megatron_world.py MODEL OUT '{"parallel": {"tensor": 2}}'
+python -m torch.distributed.run --standalone --nproc-per-node 2 megatron_world.py OUT \\
+    '{"tensor": {"model": "MODEL", "overrides": {"parallel": {"tensor": 2}}}}'
+
+What each rank saw is in OUT/NAME/rankN.json.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+from services.learner.checkpoints import step_folder
 from services.learner.config import LearnerConfig
-from services.learner.megatron.model import leave_world
+from services.learner.megatron.model import leave_layout, leave_world
 from services.learner.megatron.policy import MegatronPolicy
 from services.learner.packing import TrainSample
 
@@ -36,30 +40,41 @@ def make_samples(vocab_size: int, num_samples: int = 12, seed: int = 0) -> list[
     return samples
 
 
+def save_checkpoint(policy: MegatronPolicy, root: Path, step: int, extra: dict) -> Path:
+    """Its folder, whole."""
+    policy.begin_checkpoint(root, step, extra)
+    assert policy.finish_checkpoint(wait=True) == step
+    return step_folder(root, step)
+
+
 def train(model: Path, out: Path, overrides: dict, *, num_steps: int = 3) -> dict:
-    """Log-probs, ``num_steps`` steps, a checkpoint, one more step, back to the checkpoint, that step again, an export."""
+    """Log-probs, ``num_steps`` steps, a checkpoint, one more step, back to the checkpoint, an export there, that step again."""
+    out.mkdir(exist_ok=True, parents=True)
     config = LearnerConfig.model_validate({"max_tokens_per_microbatch": 48, **overrides})
     policy = MegatronPolicy(config, model, seed=0, deterministic=True)
     samples = make_samples(policy.model.arch.vocab_size)
     seen: dict = {"logprobs": [part.tolist() for part in policy.logprobs(samples)]}
     seen["steps"] = [dataclasses.asdict(policy.train_step(samples, total_steps_done=i)) for i in range(num_steps)]
-    folder = policy.save_checkpoint(out / "checkpoints", num_steps, {"note": "as saved"})
+    folder = save_checkpoint(policy, out / "checkpoints", num_steps, {"note": "as saved"})
     seen["after"] = dataclasses.asdict(policy.train_step(samples, total_steps_done=num_steps))
     step, extra = policy.load_checkpoint(folder)
     assert (step, extra) == (num_steps, {"note": "as saved"})
-    seen["again"] = dataclasses.asdict(policy.train_step(samples, total_steps_done=num_steps))
+    policy.export_hf(out / "export")
     sent = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in policy.iter_hf_tensors()]
     assert sent == policy.plan_hf_tensors()
-    policy.export_hf(out / "export")
+    seen["again"] = dataclasses.asdict(policy.train_step(samples, total_steps_done=num_steps))
     seen["sent"] = [name for name, _, _ in sent]
     seen["place"] = [policy.stage, policy.is_sender]
     return seen
 
 
 def main() -> None:
-    model, out, overrides = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
-    seen = train(model, out, overrides)
-    (out / f"rank{os.environ['RANK']}.json").write_text(json.dumps(seen))
+    out, jobs = Path(sys.argv[1]), json.loads(sys.argv[2])
+    for name, job in jobs.items():
+        print(f"layout {name}", file=sys.stderr, flush=True)
+        seen = train(Path(job["model"]), out / name, job["overrides"])
+        (out / name / f"rank{os.environ['RANK']}.json").write_text(json.dumps(seen))
+        leave_layout()
     leave_world()
 
 

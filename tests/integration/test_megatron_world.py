@@ -1,72 +1,176 @@
-"""Real worlds of torchrun processes over gloo: every layout trains as one process does."""
+"""Real worlds of torchrun processes over gloo: every layout trains as one process does.
+
+Two worlds in all, of two ranks and of four; each trains in its layouts one after another. The largest differences seen to one
+process stand in the README of the learner, and the limits here are a few times those.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
+from hf_models import make_model
 from megatron_world import train
 from safetensors.torch import load_file
-from test_megatron_policy import make_model
 
 REPO = Path(__file__).parents[2]
 
+# Absolute; log-probs are near -5.
+MOST_OFF = {"logprobs": 5e-6, "loss": 1e-6, "grad_norm": 5e-6, "weights": 1e-6}
+# Adam's update is lr * m / (sqrt(v) + eps). With an eps above the size of rounding it is continuous in the gradient, so that equal
+# gradients mean equal weights, and with this lr the weights move by far more than the limit. (The bias of keys hardly moves: added
+# to all keys alike it changes no attention, but for the rotation.)
+OPTIMIZER = {"lr": 1e-3, "eps": 1e-3}
+LEAST_MOVED = 2e-4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A job of a world of ``num_ranks``."""
+
+    num_ranks: int
+    model: str
+    parallel: dict = field(default_factory=dict)
+    optimizer: dict = field(default_factory=dict)
+    recompute: dict = field(default_factory=dict)
+
+    @property
+    def overrides(self) -> dict:
+        return {
+            "parallel": self.parallel,
+            "optimizer": {**OPTIMIZER, **self.optimizer},
+            "recompute": self.recompute,
+            "logprob_gap_alarm": None,
+        }
+
+
 LAYOUTS = {
-    "tensor": (2, "llama", {"parallel": {"tensor": 2}}),
-    "tensor-qwen3": (2, "qwen3", {"parallel": {"tensor": 2}}),
-    "tensor-sequence": (2, "qwen2", {"parallel": {"tensor": 2, "sequence": True}}),
-    "pipeline": (2, "llama", {"parallel": {"pipeline": 2}}),
-    "pipeline-tied": (2, "llama-tied", {"parallel": {"pipeline": 2}}),
-    "pipeline-virtual": (2, "llama-tied", {"parallel": {"pipeline": 2, "virtual_stages": 2}}),
-    "pipeline-uneven": (2, "llama", {"parallel": {"pipeline": 2, "first_stage_layers": 1}}),
-    "data": (2, "llama-tied", {}),
-    "data-distributed-optimizer": (2, "llama", {"optimizer": {"distributed": True}}),
-    "tensor-pipeline": (4, "qwen2", {"parallel": {"tensor": 2, "pipeline": 2}}),
+    "tensor": Layout(2, "llama", {"tensor": 2}),
+    "tensor-sequence": Layout(2, "qwen2", {"tensor": 2, "sequence": True}),
+    "pipeline": Layout(2, "llama-tied", {"pipeline": 2}),
+    "pipeline-virtual": Layout(2, "llama-tied", {"pipeline": 2, "virtual_stages": 2}),
+    "pipeline-uneven": Layout(2, "qwen2", {"pipeline": 2, "first_stage_layers": 1}),
+    "data": Layout(2, "llama-tied"),
+    "data-distributed-optimizer": Layout(2, "llama", optimizer={"distributed": True}),
+    "recompute-full": Layout(2, "llama", {"tensor": 2}, recompute={"granularity": "full"}),
+    "recompute-selective": Layout(
+        2,
+        "llama-tied",
+        {"pipeline": 2},
+        recompute={"granularity": "selective", "modules": ["core_attn", "mlp"]},
+    ),
+    "tensor-one-group": Layout(2, "qwen3-one-group", {"tensor": 2}),
+    "expert": Layout(2, "qwen3-moe", {"expert": 2}),
+    "expert-whole-sequence": Layout(
+        2, "qwen3-moe-raw", {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}
+    ),
+    "tensor-pipeline": Layout(4, "qwen2", {"tensor": 2, "pipeline": 2}),
+    "pipeline-virtual-data": Layout(
+        4, "llama-tied", {"pipeline": 2, "virtual_stages": 2}, optimizer={"distributed": True}
+    ),
+    "expert-tensor-sequence": Layout(4, "qwen3-moe", {"tensor": 2, "sequence": True, "expert": 2}),
+    "expert-pipeline": Layout(4, "qwen3-moe", {"pipeline": 2, "expert": 2}, optimizer={"distributed": True}),
 }
 
 
-def run_world(model: Path, out: Path, overrides: dict, num_ranks: int) -> list[dict]:
-    """What each rank of a world of ``num_ranks`` saw."""
-    out.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    script = REPO / "tests/integration/megatron_world.py"
-    done = subprocess.run(
-        [*command, str(script), str(model), str(out), json.dumps(overrides)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {kind: make_model(folder / kind, kind) for kind in sorted({layout.model for layout in LAYOUTS.values()})}
+
+
+@pytest.fixture(scope="module")
+def one_process(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> functools._lru_cache_wrapper:
+    """(what it saw, its folder) of a model."""
+    folder = tmp_path_factory.mktemp("one")
+
+    @functools.cache
+    def run(kind: str) -> tuple[dict, Path]:
+        overrides = {"optimizer": OPTIMIZER, "logprob_gap_alarm": None}
+        return train(models[kind], folder / kind, overrides), folder / kind
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def world(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> functools._lru_cache_wrapper:
+    """The folder of a world of so many ranks, where each layout has its own. Only layouts whose test was selected are run."""
+    selected = {item.callspec.params["name"] for item in request.session.items if item.module is request.module}
+
+    @functools.cache
+    def run(num_ranks: int) -> Path:
+        out = tmp_path_factory.mktemp(f"world{num_ranks}")
+        jobs = {
+            name: {"model": str(models[layout.model]), "overrides": layout.overrides}
+            for name, layout in LAYOUTS.items()
+            if layout.num_ranks == num_ranks and name in selected
+        }
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+        script = REPO / "tests/integration/megatron_world.py"
+        done = subprocess.run(
+            [*command, str(script), str(out), json.dumps(jobs)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        (out / "stderr").write_text(done.stderr)
+        return out
+
+    return run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_world_trains_as_one_process_does(tmp_path: Path, layout: str) -> None:
-    num_ranks, kind, overrides = LAYOUTS[layout]
-    # Adam's first steps have the size lr whatever the gradient: with a small lr, rounding can't drive the runs apart.
-    overrides = {**overrides, "logprob_gap_alarm": None}
-    model = make_model(tmp_path / "model", kind)
-    one = train(model, tmp_path / "one", {"logprob_gap_alarm": None})
-    ranks = run_world(model, tmp_path / "world", overrides, num_ranks)
-
+@pytest.mark.timeout(600)  # the first test of a world waits for all of its layouts
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_world_trains_as_one_process_does(name: str, models, one_process, world) -> None:
+    layout = LAYOUTS[name]
+    one, one_folder = one_process(layout.model)
+    folder = world(layout.num_ranks) / name
+    ranks = [_seen_by(folder, rank) for rank in range(layout.num_ranks)]
+    off = {"logprobs": 0.0, "loss": 0.0, "grad_norm": 0.0}
     for seen in ranks:
         for got, expected in zip(seen["logprobs"], one["logprobs"], strict=True):
-            assert got == pytest.approx(expected, abs=1e-4)
+            off["logprobs"] = max(off["logprobs"], _most_off(got, expected))
         for got, expected in zip([*seen["steps"], seen["after"]], [*one["steps"], one["after"]], strict=True):
-            for name in ("loss", "grad_norm", "entropy", "ratio_mean", "ratio_max", "logprob_gap_mean", "kl_k3"):
-                assert got[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+            for field_name in ("loss", "grad_norm"):
+                off[field_name] = max(off[field_name], abs(got[field_name] - expected[field_name]))
+            for field_name in ("entropy", "ratio_mean", "ratio_max", "logprob_gap_mean", "kl_k3"):
+                assert got[field_name] == pytest.approx(expected[field_name], rel=1e-4, abs=1e-5), field_name
             assert got["num_loss_tokens"] == expected["num_loss_tokens"]
         # The step after the checkpoint is the same bit for bit when it is done again from it.
         assert {**seen["after"], "step_s": 0} == {**seen["again"], "step_s": 0}
+    start, expected, trained = (
+        _weights(where) for where in (models[layout.model], one_folder / "export", folder / "export")
+    )
+    assert trained.keys() == expected.keys()
+    moved = {
+        key: float((expected[key] - start[key]).abs().max()) for key in expected if not key.endswith("k_proj.bias")
+    }
+    assert min(moved.values()) > LEAST_MOVED
+    off["weights"] = max(float((trained[key] - expected[key]).abs().max()) for key in expected)
+    print(f"{name}: {off}")
+    assert {key: value for key, value in off.items() if value > MOST_OFF[key]} == {}
     _check_senders(ranks, one["sent"])
-    _check_export(tmp_path)
+
+
+def _seen_by(folder: Path, rank: int) -> dict:
+    file = folder / f"rank{rank}.json"
+    assert file.exists(), (folder.parent / "stderr").read_text()[-6000:]
+    return json.loads(file.read_text())
+
+
+def _most_off(got: list[float], expected: list[float]) -> float:
+    return max((abs(a - b) for a, b in zip(got, expected, strict=True)), default=0.0)
 
 
 def _check_senders(ranks: list[dict], names: list[str]) -> None:
@@ -76,11 +180,5 @@ def _check_senders(ranks: list[dict], names: list[str]) -> None:
     assert sorted(name for sent in senders.values() for name in sent) == sorted(names)
 
 
-def _check_export(folder: Path) -> None:
-    def read(where: Path) -> dict[str, torch.Tensor]:
-        return {name: tensor for file in where.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-    one, world = read(folder / "one/export"), read(folder / "world/export")
-    assert one.keys() == world.keys()
-    for name, tensor in one.items():
-        torch.testing.assert_close(world[name], tensor, rtol=0, atol=1e-5)
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}

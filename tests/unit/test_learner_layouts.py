@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ def moe(arch: Architecture) -> Architecture:
     ("options", "world_size"),
     [
         ({"tensor": 2, "pipeline": 2}, 8),
+        ({"tensor": 4}, 4),
         ({"tensor": 2, "sequence": True, "context": 2}, 4),
         ({"pipeline": 2, "virtual_stages": 2}, 2),
         ({"pipeline": 3, "first_stage_layers": 1, "last_stage_layers": 1}, 3),
@@ -42,11 +44,11 @@ def test_a_layout_that_fits_has_no_violations(arch: Architecture, options: dict,
     ("options", "world_size", "words"),
     [
         ({"tensor": 2, "context": 2}, 6, "world size 6 is not a multiple of .* = 4: start 4 ranks"),
-        ({"tensor": 4}, 4, "2 key-value heads .* parallel.tensor = 4: use one of 1, 2$"),
+        ({"tensor": 8}, 8, "4 attention heads .* parallel.tensor = 8: use one of 1, 2, 4$"),
         ({"pipeline": 3}, 3, "4 layers .* use one of 1, 2, 4, or set parallel.last_stage_layers = 2"),
         ({"pipeline": 3, "first_stage_layers": 1}, 3, "4 layers .* when first_stage_layers = 1"),
         ({"pipeline": 2, "first_stage_layers": 1, "last_stage_layers": 1}, 2, r"= 2 are not the model's 4 layers"),
-        ({"pipeline": 2, "virtual_stages": 4}, 2, "stages of 2 layers .* virtual_stages = 4: use one of 1, 2$"),
+        ({"pipeline": 2, "virtual_stages": 4}, 2, "stages of 2 layers .*virtual_stages = 4: use one of 1, 2$"),
         ({"virtual_stages": 2}, 1, "virtual_stages needs parallel.pipeline > 1"),
         ({"last_stage_layers": 2}, 1, "last_stage_layers needs parallel.pipeline > 1"),
         ({"sequence": True}, 1, "needs parallel.tensor > 1"),
@@ -57,12 +59,12 @@ def test_a_layout_that_fits_has_no_violations(arch: Architecture, options: dict,
 def test_a_layout_that_does_not_fit_says_what_would(
     arch: Architecture, options: dict, world_size: int, words: str
 ) -> None:
-    with pytest.raises(AssertionError, match=words):
-        raise AssertionError("\n".join(layout_violations(arch, ParallelConfig(**options), world_size)))
+    (found,) = layout_violations(arch, ParallelConfig(**options), world_size)
+    assert re.search(words, found), found
 
 
 def test_all_violations_are_listed_at_once(arch: Architecture) -> None:
-    found = "\n".join(layout_violations(arch, ParallelConfig(tensor=4, pipeline=3), 8))
+    found = "\n".join(layout_violations(arch, ParallelConfig(tensor=3, pipeline=3), 8))
     for words in ("world size 8", "2 key-value heads", "4 layers"):
         assert words in found
 

@@ -120,6 +120,22 @@ def _checkpoint_disk_full(scene: Scene) -> None:
     disk.copy_out()
 
 
+def _checkpoint_disk_full_for_a_while(scene: Scene) -> None:
+    """The learner goes on without a checkpoint, says so, and writes the next one."""
+    run = scene.run
+    roles = run.start_all_but("learner")
+    disk = SmallDisk(run, run.run_dir / "checkpoints", size_mib=1)
+    learner = run.start("learner")
+    run.prefix = []
+    scene.steps(1)
+    scene.inject()
+    disk.fill()
+    run.wait_until(lambda _: bool(learner.events("checkpoint_failed")))
+    disk.free()
+    scene.finish(learner, *roles.values())
+    disk.copy_out()
+
+
 def _clock_jumps(scene: Scene) -> None:
     scene.run.env = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(CLOCK), os.environ.get("PYTHONPATH", "")])),
@@ -181,6 +197,7 @@ _DISK_KEYS = {"coordinator.disk_timeout_s": 3.0} if "disk_timeout_s" in Coordina
 CASES = [
     Case("disk-full-for-a-while", "machine", "the disk of the journal is full for 4 s", _disk_fills_and_is_freed, changes=LONG),
     Case("disk-full-for-good", "machine", "the disk of the journal stays full: an error; then there is room, and the run goes on", _disk_stays_full, changes={**LONG, **_DISK_KEYS, "run.join_timeout_s": 8.0}),
+    Case("checkpoint-disk-full-for-a-while", "machine", "the disk of the checkpoints is full, and then has space again", _checkpoint_disk_full_for_a_while, (30,), {**LONG, "coordinator.max_steps": 12}),
     Case("checkpoint-disk-full", "machine", "the disk of the checkpoints is full", _checkpoint_disk_full, (30,), {**LONG, "coordinator.max_steps": 8}),
     Case("clock-jumps", "machine", "the wall clock of every role jumps a day ahead, a day behind, and back (Python's clock only)", _clock_jumps, changes=LONG, noticed=False),
     Case("two-coordinators-one-journal", "machine", "a second coordinator is started on the same journal", _two_on_one_journal, (57,), LONG),

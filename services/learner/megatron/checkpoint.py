@@ -1,166 +1,349 @@
-"""Checkpoints of the whole training state: one safetensors file per rank, no pickle, written aside and renamed.
+"""Checkpoints of the whole training state: Megatron's distributed checkpoints, written in the background, renamed when whole.
 
     ROOT/step-00000040/
-        checkpoint.json                      step, layout, the caller's own record: written last
-        rank-tp0-pp0-dp0.safetensors         parameters, optimizer state, random states of that rank
+        *.distcp, .metadata      parameters, masters, Adam's moments, random states: torch's distributed checkpoint
+        common.pt, metadata.json what all ranks share, and the format, as Megatron names them
+        checkpoint.json          step, model, layout, the caller's own record: what is checked first on loading
 
-Exact: a run that loads it goes on bit for bit. The layout must be the same on loading; a changed one is refused (export to
-Hugging Face form and start from there, which leaves the optimizer's moments behind). Without the distributed optimizer all
-data-parallel ranks hold the same state and only the first writes it.
+Megatron describes each tensor by its place in the *whole* tensor, so a checkpoint loads under any other parallel layout. Under the
+same layout a run goes on bit for bit. Megatron's own writer forks; ours writes from a thread (torch's writer, over a process group
+of its own), since a learner has threads of ZeroMQ, gloo and OpenMP, which a fork leaves behind in any state.
 
-Not Megatron's dist_checkpointing: that pickles its common part, and keeps Adam's step only if all parameters share it.
+Format: https://docs.nvidia.com/megatron-core/developer-guide/latest/api-guide/core/dist_checkpointing.html
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import pickle
 import shutil
-from collections.abc import Iterator
+import time
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from common.errors import ConfigError
-from services.learner.checkpoints import PARTIAL_PREFIX, step_folder
+from common.errors import ConfigError, InvariantError
+from services.learner.checkpoints import PARTIAL_PREFIX, CheckpointError, step_folder
+from services.learner.megatron.mcore import (
+    CheckpointingConfig,
+    CheckpointingException,
+    MCoreSavePlanner,
+    ShardedObject,
+    ShardedTensor,
+    StrictHandling,
+    by_checkpoint_key,
+    dist_checkpointing,
+    mcore_to_pyt_state_dict,
+    save_checkpoint_config,
+    save_preprocess,
+)
 from services.learner.megatron.model import BuiltModel
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "checkpoint.json"
+COMMON = "common.pt"
+# Megatron's names of options: the optimizer's state in the shape of the parameters, so that it is independent of the layout.
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+# What reading a damaged checkpoint ends with. (torch's CheckpointException, which gathers the ranks' errors, is no Exception.)
+UNREADABLE = (
+    CheckpointingException, dcp.api.CheckpointException, OSError, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError,
+)  # fmt: skip
+
+log = structlog.get_logger()
 
 
-def save_checkpoint(root: Path, step: int, extra: dict[str, Any], model: BuiltModel, optimizer: Any) -> Path:
-    """Writes ``root/step-XXXXXXXX``. Collective over the world; every rank must see ``root`` (a shared file system).
+class Checkpointer:
+    """Writes and reads the checkpoints of one learner. Every method but ``close`` is collective over the world.
 
-    Args:
-        step: optimizer steps done.
-        extra: the caller's own record, anything JSON; from rank 0.
-
-    Returns:
-        The folder. It has its name only when it is complete; an earlier one of the same step is replaced.
+    ``source``: the Hugging Face folder that the model came from; ``timeout_s``: longest wait of one rank for another.
     """
-    final, partial = step_folder(root, step), root / f"{PARTIAL_PREFIX}{step:08d}"
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    if _writes(model, optimizer):
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _state(model, optimizer)}
-        save_file(tensors, partial / _rank_file(model, optimizer))
-        _sync(partial / _rank_file(model, optimizer))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        manifest = {"format": FORMAT, "step": step, "layout": _layout(model, optimizer), "extra": extra}
+
+    def __init__(self, model: BuiltModel, optimizer: Any, *, source: Path, timeout_s: float) -> None:
+        self._model, self._optimizer, self._source = model, optimizer, source
+        timeout = timedelta(seconds=timeout_s)
+        # The writing threads agree over a group of their own, while the main threads use the others.
+        self._writers = dist.new_group(backend="gloo", timeout=timeout)
+        self._callers = dist.new_group(backend="gloo", timeout=timeout)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: tuple[int, Future[None]] | None = None
+
+    def begin(self, root: Path, step: int, extra: Mapping[str, Any]) -> None:
+        """Copy the state to host memory and begin to write ``root/step-XXXXXXXX``, which gets its name when it is whole; one of the
+        same step is replaced then.
+
+        ``root`` must be the same folder for all ranks (a shared file system). ``extra``: the caller's own record, JSON, from rank 0.
+
+        Raises:
+            CheckpointError: it can't be begun.
+        """
+        if self._pending is not None:
+            raise InvariantError(f"The checkpoint of step {self._pending[0]} is still being written.")
+        started, partial, error = time.monotonic(), root / f"{PARTIAL_PREFIX}{step:08d}", None
+        if dist.get_rank() == 0:
+            try:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+            except OSError as caught:
+                error = caught
+        self._agree(error, step)
+        tensors, common = _staged(self._model, self._optimizer)
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "model": _model_record(self._model),
+            "source": str(self._source),
+            "layout": _layout(self._model, self._optimizer),
+            "extra": dict(extra),
+        }
+        done = self._executor.submit(self._write, partial, step_folder(root, step), tensors, common, manifest)
+        self._pending = step, done
+        log.debug("checkpoint_begun", step=step, copied_s=round(time.monotonic() - started, 3))
+
+    def finish(self, *, wait: bool) -> int | None:
+        """The step of a checkpoint that has become whole on every rank since the last call, or none. ``wait``: until it is.
+
+        Raises:
+            CheckpointError: it could not be written; earlier ones are as they were.
+        """
+        if self._pending is None:
+            return None
+        step, future = self._pending
+        done = torch.tensor(int(wait or future.done()))
+        dist.all_reduce(done, op=dist.ReduceOp.MIN, group=self._callers)
+        if not done:
+            return None
+        self._pending = None
+        self._agree(future.exception(), step)
+        return step
+
+    def close(self) -> None:
+        """Leave what is not finished unfinished. The thread may still sit in a write; the process is about to end."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _agree(self, error: BaseException | None, step: int) -> None:
+        """Raises on every rank where one has failed."""
+        failed = torch.tensor(int(error is not None))
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._callers)
+        if failed:
+            why = f"{type(error).__name__}: {error}" if error else "another rank has failed, and its log says why"
+            raise CheckpointError(f"The checkpoint of step {step} was not written: {why}.") from error
+
+    def _write(
+        self, partial: Path, final: Path, tensors: dict[str, Any], common: Any, manifest: dict[str, Any]
+    ) -> None:
+        """In the thread: no rank returns before all have written their part, and rank 0 then names the folder."""
+        dcp.save(
+            tensors,
+            storage_writer=dcp.FileSystemWriter(partial, sync_files=True),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            process_group=self._writers,
+        )
+        if dist.get_rank() != 0:
+            return
+        torch.save(common, partial / COMMON)
+        save_checkpoint_config(CheckpointingConfig("torch_dist", 1), str(partial))
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        _sync(partial / MANIFEST)
+        for file in partial.iterdir():
+            _sync(file)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        _sync(root)
-    dist.barrier()
-    return final
+        _sync(final.parent)
+
+    def load(self, path: Path) -> tuple[int, dict[str, Any]]:
+        """Puts the state of ``path`` in place, whatever layout wrote it; returns (step, extra) as saved.
+
+        The random states are restored under the same layout only. (Nothing that we train draws from them.)
+
+        Raises:
+            ConfigError: not a checkpoint, a damaged one, or one of another model or precision; says which.
+        """
+        manifest = read_manifest(path)
+        layout = _layout(self._model, self._optimizer)
+        _check_model(manifest, _model_record(self._model), path)
+        for what in ("dtype", "distributed_optimizer"):
+            if manifest["layout"][what] != layout[what]:
+                raise ConfigError(
+                    f"The checkpoint {path} was written with {what} = {manifest['layout'][what]}; this run has {layout[what]}."
+                    " Resume with what it was written by, or export it (forebay export) and start anew from there."
+                )
+        wanted = _sharded_state(self._model, self._optimizer, is_loading=True)
+        if manifest["layout"] == layout:
+            wanted["rng"] = _rng(self._model)
+        loaded = _read(path, wanted)
+        for v, chunk in enumerate(self._model.chunks):
+            chunk.load_state_dict(loaded[f"model{v}"])
+        _load_optimizer(self._optimizer, loaded["optimizer"])
+        if "rng" in loaded:
+            torch.set_rng_state(loaded["rng"]["cpu"])
+            if self._model.device.type == "cuda":
+                torch.cuda.set_rng_state(loaded["rng"]["cuda"], self._model.device)
+        else:
+            log.info("layout_changed", was=manifest["layout"], now=layout)
+        return manifest["step"], manifest["extra"]
 
 
-def load_checkpoint(path: Path, model: BuiltModel, optimizer: Any) -> tuple[int, dict[str, Any]]:
-    """Puts the state back in place; returns (step, extra) as saved.
+def load_weights(model: BuiltModel, path: Path) -> None:
+    """The model's parameters alone, for an export.
 
     Raises:
-        ConfigError: not a checkpoint, or one of another layout or model.
+        ConfigError: as ``Checkpointer.load``.
+    """
+    manifest = read_manifest(path)
+    _check_model(manifest, _model_record(model), path)
+    loaded = _read(path, _sharded_model(model))
+    for v, chunk in enumerate(model.chunks):
+        chunk.load_state_dict(loaded[f"model{v}"])
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What ``begin`` wrote down: format, step, model, source, layout, extra.
+
+    Raises:
+        ConfigError: not a checkpoint, or one of another format.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        saved = load_file(path / _rank_file(model, optimizer))
-    except FileNotFoundError as error:
+        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is not a checkpoint: {MANIFEST} is not there.") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path / MANIFEST} can't be read: {error}.") from None
+    if manifest.get("format") != FORMAT:
         raise ConfigError(
-            f"{path} is not a checkpoint of this layout: {Path(error.filename or path).name} is not there."
-        ) from None
-    layout = _layout(model, optimizer)
-    if manifest["format"] != FORMAT or manifest["layout"] != layout:
-        raise ConfigError(
-            f"The checkpoint {path} was written by the layout {manifest['layout']}; this run has {layout}."
-            " Resume with the layout it was written by."
+            f"The checkpoint {path} has format {manifest.get('format')}; this version of Forebay reads format {FORMAT}."
         )
-    _restore_moments(optimizer, saved)
-    with torch.no_grad():
-        for name, tensor in _weights(model, optimizer):
-            tensor.copy_(saved[name])
-    torch.set_rng_state(saved["rng.cpu"])
-    if model.device.type == "cuda":
-        torch.cuda.set_rng_state(saved["rng.cuda"], model.device)
-    return manifest["step"], manifest["extra"]
+    return manifest
 
 
-def _is_sharded(optimizer: Any) -> bool:
-    return bool(optimizer.config.use_distributed_optimizer)
+def _check_model(manifest: dict[str, Any], record: dict[str, Any], path: Path) -> None:
+    saved = manifest["model"]
+    differ = [
+        f"{key}: {saved.get(key)}, not {record.get(key)}" for key in record | saved if saved.get(key) != record.get(key)
+    ]
+    if differ:
+        raise ConfigError(
+            f"The checkpoint {path} is one of another model than run.model ({'; '.join(differ)})."
+            " Give the model that the run began with, or another run.id."
+        )
 
 
-def _writes(model: BuiltModel, optimizer: Any) -> bool:
-    return model.ranks.data == 0 or _is_sharded(optimizer)
-
-
-def _rank_file(model: BuiltModel, optimizer: Any) -> str:
-    ranks = model.ranks
-    data = ranks.data if _is_sharded(optimizer) else 0
-    return f"rank-tp{ranks.tensor}-pp{ranks.pipeline}-dp{data}.safetensors"
+def _model_record(model: BuiltModel) -> dict[str, Any]:
+    """As JSON gives it back."""
+    return json.loads(json.dumps(dataclasses.asdict(model.arch)))
 
 
 def _layout(model: BuiltModel, optimizer: Any) -> dict[str, Any]:
-    ranks, sharded = model.ranks, _is_sharded(optimizer)
     return {
-        "tensor": ranks.tensor_size,
-        "pipeline": [[list(part) for part in stage] for stage in model.layers],
-        "optimizer_shards": ranks.data_size if sharded else 1,
-        "dtype": str(model.config.params_dtype),
-        "shape": [model.arch.num_layers, model.arch.hidden_size, model.arch.ffn_size, model.arch.vocab_size],
+        "world": dist.get_world_size(),
+        **{key: value for key, value in dataclasses.asdict(model.ranks).items() if key.endswith("_size")},
+        "virtual_stages": len(model.chunks),
+        "dtype": str(model.config.params_dtype).removeprefix("torch."),
+        "distributed_optimizer": bool(optimizer.config.use_distributed_optimizer),
     }
 
 
-def _state(model: BuiltModel, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
-    yield from _weights(model, optimizer)
-    for name, parameter, inner in _masters(optimizer):
-        for key, value in inner.state.get(parameter, {}).items():
-            yield f"moment.{name}.{key}", torch.as_tensor(value)
-    yield "rng.cpu", torch.get_rng_state()
+def _sharded_model(model: BuiltModel) -> dict[str, Any]:
+    return {f"model{v}": chunk.sharded_state_dict(metadata=dict(METADATA)) for v, chunk in enumerate(model.chunks)}
+
+
+def _sharded_state(model: BuiltModel, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    """Every tensor of this rank as Megatron's description of its place in the whole."""
+    state = _sharded_model(model)
+    _fill_moments(optimizer)
+    state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=dict(METADATA))
+    return state
+
+
+def _inner(optimizer: Any) -> list[tuple[Any, torch.optim.Optimizer]]:
+    """Megatron's optimizers and torch's within them, where this rank has parameters of that kind and torch's Adam steps them.
+
+    Transformer Engine's Adam keeps its step elsewhere, as Megatron's code expects; the functions below are for torch's.
+    """
+    pairs = [(chained, chained.optimizer) for chained in optimizer.chained_optimizers]
+    return [(chained, inner) for chained, inner in pairs if isinstance(inner, torch.optim.Adam | torch.optim.AdamW)]
+
+
+def _fill_moments(optimizer: Any) -> None:
+    """Adam's state before its first step, which Megatron can neither save nor load into."""
+    for _, inner in _inner(optimizer):
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                state = inner.state[parameter]
+                state.setdefault("step", torch.tensor(0.0))
+                state.setdefault("exp_avg", torch.zeros_like(parameter))
+                state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
+
+
+def _load_optimizer(optimizer: Any, loaded: dict[Any, Any]) -> None:
+    """Megatron's loading, but for Adam's step: 0.16 wants one for each shard where it saved one for all."""
+    inner = dict(_inner(optimizer))
+    if not inner or not optimizer.config.use_distributed_optimizer:
+        optimizer.load_state_dict(loaded)
+        _fill_moments(optimizer)
+        return
+    states = [loaded] if len(optimizer.chained_optimizers) == 1 else [loaded[i] for i in sorted(loaded)]
+    for chained, state in zip(optimizer.chained_optimizers, states, strict=True):
+        shards = state.pop("param_state")
+        chained.load_state_dict(state)
+        moments = inner[chained].state.values()
+        steps = [moment.pop("step") for moment in moments]
+        chained.load_parameter_state_from_fully_reshardable(shards)
+        for moment, step in zip(moments, steps, strict=True):
+            moment["step"] = step
+
+
+def _rng(model: BuiltModel) -> Any:
+    states = {"cpu": torch.get_rng_state()}
     if model.device.type == "cuda":
-        yield "rng.cuda", torch.cuda.get_rng_state(model.device)
+        states["cuda"] = torch.cuda.get_rng_state(model.device)
+    return ShardedObject("rng", states, (dist.get_world_size(),), (dist.get_rank(),))
 
 
-def _weights(model: BuiltModel, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
-    """The model's parameters, and the optimizer's masters where those are tensors of their own."""
-    own = {parameter.untyped_storage().data_ptr() for _, parameter in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        yield f"model.{name}", parameter.data
-    for name, parameter, _ in _masters(optimizer):
-        # In float32 they are the parameters, or (distributed optimizer) views into them.
-        if parameter.untyped_storage().data_ptr() not in own:
-            yield f"master.{name}", parameter.data
+@torch.no_grad()
+def _staged(model: BuiltModel, optimizer: Any) -> tuple[dict[str, Any], Any]:
+    """(what this rank writes, in torch's form and copied to host memory; what rank 0 writes for all)."""
+    state = _sharded_state(model, optimizer, is_loading=False)
+    state["rng"] = _rng(model)
+    sharded, common = save_preprocess(state, validate_access_integrity=True)
+    mine = by_checkpoint_key(sharded)
+    for parts in mine.values():
+        for part in parts:
+            if isinstance(part, ShardedTensor):
+                part.data = part.data.detach().to("cpu", copy=True)
+    return mcore_to_pyt_state_dict(mine, False), _copied(common)
 
 
-def _masters(optimizer: Any) -> Iterator[tuple[str, Tensor, Any]]:
-    """(name, parameter as the inner torch optimizer sees it, that optimizer): their order is fixed by the model and layout."""
-    for o, chained in enumerate(optimizer.chained_optimizers):
-        if chained.optimizer is None:  # a rank without parameters of this kind
-            continue
-        for g, group in enumerate(chained.optimizer.param_groups):
-            for p, parameter in enumerate(group["params"]):
-                yield f"{o}.{g}.{p}", parameter, chained.optimizer
+def _copied(value: Any) -> Any:
+    """A copy whose tensors are on the host."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
-def _restore_moments(optimizer: Any, saved: dict[str, Tensor]) -> None:
-    by_parameter: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in saved.items():
-        if name.startswith("moment."):
-            parameter, _, key = name.removeprefix("moment.").rpartition(".")
-            by_parameter.setdefault(parameter, {})[key] = tensor
-    for name, parameter, inner in _masters(optimizer):
-        # torch keeps Adam's step on the CPU; the moments belong beside their parameter.
-        inner.state[parameter] = {
-            key: value if key == "step" else value.to(parameter.device)
-            for key, value in by_parameter.get(name, {}).items()
-        }
+def _read(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    try:
+        with warnings.catch_warnings():
+            # How Megatron calls torch.
+            warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated|Please use DTensor instead")
+            return dist_checkpointing.load(wanted, str(path), strict=StrictHandling.RAISE_UNEXPECTED)
+    except UNREADABLE as error:
+        raise ConfigError(
+            f"The checkpoint {path} is damaged or not whole: {type(error).__name__}: {str(error)[:500]}"
+            " Move its folder away, and the run goes on from the one before it."
+        ) from error
 
 
 def _sync(path: Path) -> None:

@@ -6,16 +6,34 @@ and torch's deprecations add more. Those messages, and no others, are silenced, 
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import warnings
+from typing import Any
 
 with warnings.catch_warnings():
     for _message in (
         r"(Transformer Engine and )?Apex (is|are) not installed",
         r"`torch\.jit\.script(_method)?` is deprecated",
+        # 0.19:
+        r"absl\.logging is not installed",
+        r"MimoModelConfig is experimental",
         r"The following imports from `dynamic_context\.py` will be removed",
     ):
         warnings.filterwarnings("ignore", message=_message)
-    from megatron.core import parallel_state
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException
+    from megatron.core.dist_checkpointing.core import save_config as save_checkpoint_config
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        MCoreSavePlanner,
+        mcore_to_pyt_state_dict,
+    )
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        _replace_state_dict_keys_with_sharded_keys as _by_key,
+    )
+    from megatron.core.dist_checkpointing.validation import StrictHandling
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -56,6 +74,9 @@ with warnings.catch_warnings():
         get_transformer_layer_offset,
     )
 
+    with contextlib.suppress(ImportError):
+        import megatron.core.models.mimo  # noqa: F401 (what 0.19 imports with its first optimizer, and warns of)
+
     try:
         import transformer_engine  # noqa: F401
 
@@ -65,10 +86,26 @@ with warnings.catch_warnings():
         # Without Transformer Engine 0.16 leaves this name out, and its router asks for it all the same.
         moe_utils.te_general_gemm = None
 
+# 0.19 says at each model that GPTModel gives way to HybridModel. Both ends of our range have GPTModel.
+logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(
+    lambda record: "GPTModel IS DEPRECATED" not in record.getMessage()
+)
+
+
+def by_checkpoint_key(sharded_state_dict: Any) -> dict[str, list[Any]]:
+    """Megatron's grouping of a state by the names in the checkpoint, without what another rank writes.
+
+    Megatron has no public name for it; its own writer begins with it, in 0.16 as in 0.19.
+    """
+    return _by_key(sharded_state_dict, keep_only_main_replica=True)[0]
+
+
 __all__ = [
     "HAVE_TRANSFORMER_ENGINE",
     "MLP",
     "AttnMaskType",
+    "CheckpointingConfig",
+    "CheckpointingException",
     "ColumnParallelLinear",
     "CudaRNGStatesTracker",
     "DistributedDataParallel",
@@ -77,6 +114,7 @@ __all__ = [
     "Float16Module",
     "GPTModel",
     "IdentityOp",
+    "MCoreSavePlanner",
     "MLPSubmodules",
     "MegatronModule",
     "MegatronOptimizerConfig",
@@ -88,21 +126,29 @@ __all__ = [
     "SelfAttention",
     "SelfAttentionSubmodules",
     "SequentialMLP",
+    "ShardedObject",
+    "ShardedTensor",
+    "StrictHandling",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "TransformerLayer",
     "TransformerLayerSubmodules",
     "VocabParallelEmbedding",
+    "by_checkpoint_key",
     "clip_grad_by_total_norm_fp32",
+    "dist_checkpointing",
     "finalize_model_grads",
     "get_bias_dropout_add",
     "get_forward_backward_func",
     "get_megatron_optimizer",
     "get_num_layers_to_build",
     "get_transformer_layer_offset",
+    "mcore_to_pyt_state_dict",
     "megatron_random",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
+    "save_checkpoint_config",
+    "save_preprocess",
     "set_tensor_model_parallel_attributes",
     "vocab_parallel_cross_entropy",
 ]

@@ -151,10 +151,15 @@ def _join(device: torch.device, timeout: timedelta) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
-def leave_world() -> None:
-    """Ends Megatron's groups and the process group, where they are."""
+def leave_layout() -> None:
+    """Forgets Megatron's groups, where they are; ``init_world`` may then cut the same world another way."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+
+
+def leave_world() -> None:
+    """Ends Megatron's groups and the process group, where they are."""
+    leave_layout()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -26,15 +27,19 @@ from common.errors import TrainingError
 from services.learner.architecture import read_architecture
 from services.learner.config import LearnerConfig, OptimizerConfig
 from services.learner.losses import MAX_NAMES, SUM_NAMES, TokenSums, clipped_objective
-from services.learner.megatron import checkpoint, device_map, export, hf_weights
+from services.learner.megatron import device_map, export, hf_weights
 from services.learner.megatron.batch import DeviceBatch, even_out
+from services.learner.megatron.checkpoint import Checkpointer
 from services.learner.megatron.loss_scale import apply_gradients, gradient_norm
 from services.learner.megatron.mcore import get_forward_backward_func
 from services.learner.megatron.model import build_model, build_optimizer, choose_device, init_world, needs_equal_lengths
+from services.learner.megatron.offload import DeviceMemory
 from services.learner.megatron.rotary import Rotary
 from services.learner.megatron.vocab import logprobs_and_entropy
 from services.learner.packing import MicroBatch, TrainSample, completion_slice, pack, plan_microbatches
 from services.learner.policy import StepStats
+
+log = structlog.get_logger()
 
 
 class MegatronPolicy:
@@ -63,7 +68,17 @@ class MegatronPolicy:
             self.model = build_model(config, arch, self.ranks, self.device, deterministic=deterministic)
             hf_weights.load_hf(self.model, self.model_path)
             self.optimizer = build_optimizer(config, self.model)
+        self.memory = DeviceMemory(
+            self.model.ddps,
+            self.optimizer,
+            offload_optimizer=config.optimizer.offload,
+            offload_while_waiting=config.offload_while_waiting,
+        )
+        self.memory.release_optimizer()
         self.rotary = Rotary.of(arch, self.device)
+        self.checkpointer = Checkpointer(
+            self.model, self.optimizer, source=self.model_path, timeout_s=config.wait_timeout_s
+        )
         # Sequence parallelism cuts the tokens over the tensor ranks; tensor cores like multiples of 8.
         self.alignment = math.lcm(
             self.ranks.tensor_size if config.parallel.sequence else 1, 8 if self.device.type == "cuda" else 1
@@ -89,6 +104,7 @@ class MegatronPolicy:
         """
         start = time.perf_counter()
         batches = self._local_batches(samples)
+        self.memory.need_gradients()
         with device_map.scope(self.device):
             for ddp in self.model.ddps:
                 ddp.zero_grad_buffer()
@@ -96,6 +112,7 @@ class MegatronPolicy:
             local = self._run_schedule(batches, self._train_forward, forward_only=False)
             totals, maxima = self._reduce_stats(local)
             self._check_forward(totals, total_steps_done)
+            self.memory.need_optimizer()
             norm = gradient_norm(self.optimizer)  # none: float16 overflowed, and this step is skipped
             grad_norm = 0.0 if norm is None else norm
             if not math.isfinite(grad_norm):
@@ -107,6 +124,7 @@ class MegatronPolicy:
                 group["lr"] = lr
             if norm is not None:
                 apply_gradients(self.optimizer, norm)
+            self.memory.release_optimizer()
         count = totals["num_loss_tokens"]
         return StepStats(
             loss=totals["loss"] / count,
@@ -143,16 +161,28 @@ class MegatronPolicy:
         dist.all_reduce(flat)
         return [part.astype(np.float32) for part in np.split(flat.cpu().numpy(), bounds[1:-1])]
 
-    def save_checkpoint(self, root: Path, step: int, extra: dict[str, Any]) -> Path:
-        """Weights, optimizer and random states into ``root/step-XXXXXXXX``, atomically; see ``checkpoint``."""
-        return checkpoint.save_checkpoint(Path(root), step, extra, self.model, self.optimizer)
+    def begin_checkpoint(self, root: Path, step: int, extra: dict[str, Any]) -> None:
+        """Weights, optimizer and random states into ``root/step-XXXXXXXX``, in the background; see ``checkpoint``."""
+        self.memory.need_optimizer()
+        with device_map.scope(self.device):
+            self.checkpointer.begin(Path(root), step, extra)
+        self.memory.release_optimizer()
+
+    def finish_checkpoint(self, *, wait: bool) -> int | None:
+        """The step of a checkpoint that has become whole since the last call; see ``checkpoint``."""
+        return self.checkpointer.finish(wait=wait)
 
     def load_checkpoint(self, path: Path) -> tuple[int, dict[str, Any]]:
-        """Goes on from the checkpoint folder ``path``; returns (step, extra) as they were saved."""
-        return checkpoint.load_checkpoint(Path(path), self.model, self.optimizer)
+        """Goes on from the checkpoint folder ``path``, of any layout; returns (step, extra) as they were saved."""
+        self.memory.need_optimizer()
+        with device_map.scope(self.device):
+            loaded = self.checkpointer.load(Path(path))
+        self.memory.release_optimizer()
+        return loaded
 
     def export_hf(self, target: Path) -> None:
         """Writes a Hugging Face model folder, with config and tokenizer of the model it started from; see ``export``."""
+        self.memory.need_weights()
         export.export_hf(Path(target), self.model_path, self.model)
 
     def plan_hf_tensors(self, dtype: torch.dtype | None = None) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -161,7 +191,14 @@ class MegatronPolicy:
 
     def iter_hf_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields (HF name, full tensor) of this stage in that order, on every tensor rank; see ``hf_weights``."""
+        self.memory.need_weights()
         return hf_weights.iter_hf_tensors(self.model, dtype)
+
+    def rest(self) -> None:
+        """Before a wait: weights, gradients and optimizer go to the host, where that is configured. Whoever needs them next gets them."""
+        freed = self.memory.rest()
+        if freed:
+            log.debug("offloaded", bytes=freed)
 
     def _local_batches(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
         plan = plan_microbatches(
@@ -178,6 +215,7 @@ class MegatronPolicy:
     ) -> list[Any]:
         """Megatron's schedule over the micro-batches; returns what the loss functions recorded (last stage only)."""
         ddps, num_real = self.model.ddps, len(batches)
+        self.memory.need_weights()
         for ddp in ddps:
             ddp.train(not forward_only)
         seq_length = self.config.max_tokens_per_microbatch  # each micro-batch tells its own
