@@ -72,10 +72,9 @@ class Checkpointer:
 
     def __init__(self, model: BuiltModel, optimizer: Any, *, source: Path, timeout_s: float) -> None:
         self._model, self._optimizer, self._source = model, optimizer, source
-        timeout = timedelta(seconds=timeout_s)
-        # The writing threads agree over a group of their own, while the main threads use the others.
-        self._writers = dist.new_group(backend="gloo", timeout=timeout)
-        self._callers = dist.new_group(backend="gloo", timeout=timeout)
+        self._timeout = timedelta(seconds=timeout_s)
+        self._callers: Any = None
+        self._writers: Any = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
 
@@ -90,6 +89,7 @@ class Checkpointer:
         """
         if self._pending is not None:
             raise InvariantError(f"The checkpoint of step {self._pending[0]} is still being written.")
+        self._join_groups()
         started, partial, error = time.monotonic(), root / f"{PARTIAL_PREFIX}{step:08d}", None
         if dist.get_rank() == 0:
             try:
@@ -131,6 +131,11 @@ class Checkpointer:
     def close(self) -> None:
         """Leave what is not finished unfinished. The thread may still sit in a write; the process is about to end."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _join_groups(self) -> None:
+        """The writing threads agree over a group of their own, while the main threads use the others."""
+        if self._callers is None:
+            self._callers, self._writers = (dist.new_group(backend="gloo", timeout=self._timeout) for _ in range(2))
 
     def _agree(self, error: BaseException | None, step: int) -> None:
         """Raises on every rank where one has failed."""
@@ -300,7 +305,7 @@ def _load_optimizer(optimizer: Any, loaded: dict[Any, Any]) -> None:
         steps = [moment.pop("step") for moment in moments]
         chained.load_parameter_state_from_fully_reshardable(shards)
         for moment, step in zip(moments, steps, strict=True):
-            moment["step"] = step
+            moment["step"] = step.clone()  # Megatron gives all the same tensor, which torch would advance once for each
 
 
 def _rng(model: BuiltModel) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import warnings
@@ -152,9 +153,17 @@ def _join(device: torch.device, timeout: timedelta) -> None:
 
 
 def leave_layout() -> None:
-    """Forgets Megatron's groups, where they are; ``init_world`` may then cut the same world another way."""
+    """Ends Megatron's groups, where they are, and all others but the world; ``init_world`` may then cut it another way.
+
+    Megatron itself only forgets its groups. Those of gloo have threads each, which stay until the group is destroyed.
+    """
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        gc.collect()  # models refer to their groups, in circles
 
 
 def leave_world() -> None:
