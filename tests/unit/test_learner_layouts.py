@@ -29,7 +29,6 @@ def moe(arch: Architecture) -> Architecture:
     ("options", "world_size"),
     [
         ({"tensor": 2, "pipeline": 2}, 8),
-        ({"tensor": 4}, 4),
         ({"tensor": 2, "sequence": True, "context": 2}, 4),
         ({"pipeline": 2, "virtual_stages": 2}, 2),
         ({"pipeline": 3, "first_stage_layers": 1, "last_stage_layers": 1}, 3),
