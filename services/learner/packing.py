@@ -6,6 +6,7 @@ P = prompt tokens, C = completion tokens.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,8 @@ class TrainSample:
     """One completion to train on.
 
     ``prompt_ids``: int32[P], P >= 1. ``completion_ids``: int32[C]. ``logprobs``: float32[C], the engine's log-prob of each
-    completion token. ``advantage``: of the whole completion.
+    completion token. ``advantage``: of the whole completion. ``name``: for messages. ``start_logprobs``, ``reference_logprobs``:
+    float32[C], log-probs by the weights at the start of the step and by the start model, where the objective needs them.
 
     Raises:
         ValueError: an empty prompt, or arrays whose lengths differ.
@@ -30,6 +32,9 @@ class TrainSample:
     completion_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     advantage: float
+    name: str = ""
+    start_logprobs: NDArray[np.float32] | None = None
+    reference_logprobs: NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         if not len(self.prompt_ids):
@@ -53,6 +58,7 @@ class MicroBatch:
     token of the same sequence. ``loss_mask``: bool[T], true where the label is a completion token. ``behaviour_logprobs``,
     ``advantages``: float32[T], 0 off the mask. ``cu_seqlens``: int32[num_sequences + 1], starts of the sequences and T; the
     padding, if any, is a last sequence of its own. ``sample_indices``: which samples, in order, without the padding.
+    ``slots``, ``start_logprobs``, ``reference_logprobs``: see ``add_columns``.
     """
 
     tokens: NDArray[np.int64]
@@ -63,6 +69,9 @@ class MicroBatch:
     advantages: NDArray[np.float32]
     cu_seqlens: NDArray[np.int32]
     sample_indices: tuple[int, ...]
+    slots: NDArray[np.int64] | None = None
+    start_logprobs: NDArray[np.float32] | None = None
+    reference_logprobs: NDArray[np.float32] | None = None
 
 
 def sequence_cost(length: int, *, hidden_size: int) -> float:
@@ -178,3 +187,29 @@ def completion_slice(sample: TrainSample, start: int) -> slice:
     """The positions that predict the sample's completion tokens, when its first prompt token is at ``start``."""
     first = start + len(sample.prompt_ids) - 1
     return slice(first, first + len(sample.completion_ids))
+
+
+def add_columns(batch: MicroBatch, samples: Sequence[TrainSample]) -> MicroBatch:
+    """``batch`` with what the loss needs beside the engine's log-probs, each [T] and 0 off the mask.
+
+    ``slots``: int64, which of ``sample_indices`` a loss token is of. ``start_logprobs``, ``reference_logprobs``: float32, or none
+    where the samples have none. Relies on this: the loss positions, in order, are the samples' completion tokens, in order.
+    """
+    chosen = [samples[i] for i in batch.sample_indices]
+    slots = np.zeros(len(batch.loss_mask), np.int64)
+    slots[batch.loss_mask] = np.repeat(np.arange(len(chosen)), [len(sample.completion_ids) for sample in chosen])
+    return dataclasses.replace(
+        batch,
+        slots=slots,
+        start_logprobs=_column(batch, [sample.start_logprobs for sample in chosen]),
+        reference_logprobs=_column(batch, [sample.reference_logprobs for sample in chosen]),
+    )
+
+
+def _column(batch: MicroBatch, parts: Sequence[NDArray[np.float32] | None]) -> NDArray[np.float32] | None:
+    given = [part for part in parts if part is not None]
+    if not given:
+        return None
+    column = np.zeros(len(batch.loss_mask), np.float32)
+    column[batch.loss_mask] = np.concatenate(given)
+    return column

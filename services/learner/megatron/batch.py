@@ -28,8 +28,11 @@ class DeviceBatch:
     loss_mask: Tensor
     behaviour_logprobs: Tensor
     advantages: Tensor
-    num_loss_tokens: Tensor
     packed: PackedSequences
+    slots: Tensor
+    num_sequences: int
+    start_logprobs: Tensor | None
+    reference_logprobs: Tensor | None
 
     @classmethod
     def of(cls, batch: MicroBatch, rotary: Rotary, dtype: torch.dtype) -> DeviceBatch:
@@ -48,8 +51,13 @@ class DeviceBatch:
             loss_mask=move(batch.loss_mask),
             behaviour_logprobs=move(batch.behaviour_logprobs),
             advantages=move(batch.advantages),
-            num_loss_tokens=torch.tensor(int(batch.loss_mask.sum()), dtype=torch.int, device=device),
             packed=PackedSequences.of(move(batch.cu_seqlens), lengths, rotary.cos_sin(position_ids, dtype)),
+            slots=torch.zeros(len(batch.labels), dtype=torch.int64, device=device)
+            if batch.slots is None
+            else move(batch.slots),
+            num_sequences=max(1, len(batch.sample_indices)),
+            start_logprobs=None if batch.start_logprobs is None else move(batch.start_logprobs),
+            reference_logprobs=None if batch.reference_logprobs is None else move(batch.reference_logprobs),
         )
 
 
