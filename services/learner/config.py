@@ -252,6 +252,10 @@ class LearnerConfig(StrictModel):
     max_tokens_per_microbatch: int = Field(
         default=4096, ge=2, description="token budget of one packed micro-batch; also the longest prompt + completion"
     )
+    share_prefixes: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: the prompt of a group is computed once per micro-batch where that is cheaper; see services/learner/packing.py",
+    )
     recompute: RecomputeConfig = RecomputeConfig()
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32",

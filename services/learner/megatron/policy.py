@@ -39,8 +39,8 @@ from services.learner.megatron.model import build_model, build_optimizer, choose
 from services.learner.megatron.offload import DeviceMemory
 from services.learner.megatron.reference import ReferenceWeights
 from services.learner.megatron.rotary import Rotary
-from services.learner.megatron.vocab import logprobs_and_entropy
-from services.learner.packing import MicroBatch, TrainSample, add_columns, completion_slice, pack, plan_microbatches
+from services.learner.megatron.spec import LOCAL, parts_for
+from services.learner.packing import MicroBatch, TrainSample, add_columns, pack, plan_microbatches
 from services.learner.policy import StepStats
 from services.learner.token_statistics import MAX_NAMES, NUM_BINS, SUM_NAMES, TokenSums, Totals
 from services.learner.updates import check_samples, learning_rate, plan_updates
@@ -208,9 +208,9 @@ class MegatronPolicy:
         with device_map.scope(self.device):
             results = self._run_schedule(batches, self._logprob_forward, forward_only=True)
         if self.ranks.tensor == 0:
-            for batch, logprobs_T in zip(batches, results, strict=self.ranks.is_last_stage):
-                for i, first in zip(batch.sample_indices, batch.cu_seqlens.tolist(), strict=False):
-                    flat[bounds[i] : bounds[i + 1]] = logprobs_T[completion_slice(samples[i], first)]
+            for batch, logprobs_L in zip(batches, results, strict=self.ranks.is_last_stage):
+                rows = np.concatenate([np.arange(bounds[i], bounds[i + 1]) for i in batch.sample_indices] or [[]])
+                flat[torch.from_numpy(rows.astype(np.int64)).to(self.device)] = logprobs_L[: len(rows)]
         dist.all_reduce(flat)
         return [part.astype(np.float32) for part in np.split(flat.cpu().numpy(), bounds[1:-1])]
 
@@ -256,14 +256,25 @@ class MegatronPolicy:
 
     def _local_batches(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
         plan = plan_microbatches(
-            [sample.length for sample in samples],
+            samples,
             max_tokens=self.config.max_tokens_per_microbatch,
             num_ranks=self.ranks.data_size,
             hidden_size=self.model.arch.hidden_size,
             alignment=self.alignment,
+            share_prefixes=self.config.share_prefixes == "auto" and parts_for(self.device) is LOCAL,
         )
-        packed = (pack(samples, indices, alignment=self.alignment) for indices in plan[self.ranks.data])
+        packed = (pack(samples, pieces, alignment=self.alignment) for pieces in plan[self.ranks.data])
         return [add_columns(batch, samples) for batch in packed]
+
+    def _to_device(self, batch: MicroBatch) -> DeviceBatch:
+        return DeviceBatch.of(
+            batch,
+            self.rotary,
+            self.model.config.params_dtype,
+            vocab_size=self.model.arch.vocab_size,
+            temperature=self.temperature,
+            entropy_gradient=self.config.objective.entropy_coef != 0.0,
+        )
 
     def _run_schedule(
         self, batches: Sequence[MicroBatch], forward: Callable[..., Any], *, forward_only: bool
@@ -278,8 +289,7 @@ class MegatronPolicy:
             multiple = self.ranks.pipeline_size if len(ddps) > 1 else 1
             batches = even_out(batches, multiple, alignment=self.alignment, device=self.device)
             seq_length = len(batches[0].tokens)
-        dtype = self.model.config.params_dtype
-        feeds = [(DeviceBatch.of(batch, self.rotary, dtype) for batch in batches) for _ in ddps]
+        feeds = [(self._to_device(batch) for batch in batches) for _ in ddps]
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=feeds if len(feeds) > 1 else feeds[0],
@@ -300,8 +310,8 @@ class MegatronPolicy:
         batch, output = self._forward(batches, model)
         return output, functools.partial(self._loss, batch)
 
-    def _loss(self, batch: DeviceBatch, logits: Tensor) -> tuple[Tensor, Tensor, TokenSums]:
-        logprobs_T, entropy_T = self._logprobs(batch, logits)
+    def _loss(self, batch: DeviceBatch, output: Tensor) -> tuple[Tensor, Tensor, TokenSums]:
+        logprobs_T, entropy_T = output
         inputs = LossInputs(
             logprobs_T=logprobs_T,
             behaviour_T=batch.behaviour_logprobs,
@@ -315,15 +325,11 @@ class MegatronPolicy:
         )
         return policy_loss(inputs, self.config.objective)
 
-    def _logprobs(self, batch: DeviceBatch, logits: Tensor) -> tuple[Tensor, Tensor]:
-        logits_Tv = logits.squeeze(0)  # not [0], whose gradient is copied into a tensor of zeros as large as the logits
-        return logprobs_and_entropy(logits_Tv, batch.labels, self.model.arch.vocab_size, temperature=self.temperature)
-
     def _logprob_forward(self, batches: Iterator[DeviceBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-        batch, output = self._forward(batches, model)
+        _, output = self._forward(batches, model)
 
-        def collect(logits: Tensor, non_loss_data: bool = True) -> Tensor:
-            return self._logprobs(batch, logits)[0]
+        def collect(output: Tensor, non_loss_data: bool = True) -> Tensor:
+            return output[0]
 
         return output, collect
 
