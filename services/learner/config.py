@@ -97,7 +97,9 @@ class OptimizerConfig(StrictModel):
         description="masters and moments are on the device only within the optimizer's step, else on the host",
     )
     initial_loss_scale: float = Field(
-        default=2.0**16, ge=1.0, description="float16 only: the loss is multiplied by it, so that small gradients last"
+        default=2.0**12,
+        ge=1.0,
+        description="float16 only: the loss is multiplied by it, so that small gradients last (the loss is a sum over tokens)",
     )
     loss_scale_window: int = Field(
         default=1000,
