@@ -1,6 +1,6 @@
 """One rank of a world, started by torchrun from test_megatron_families.py: one model after another, each in a layout of its own.
 
-python -m torch.distributed.run --standalone --nproc-per-node 4 megatron_families_world.py CASES.json OUT
+python -m torch.distributed.run --standalone --nproc-per-node 4 megatron_families_world.py LAYOUTS.json OUT
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import os
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
 from megatron_world import make_samples
 
 from services.learner.config import LearnerConfig
-from services.learner.megatron.mcore import parallel_state
 from services.learner.megatron.model import leave_world
 from services.learner.megatron.policy import MegatronPolicy
 
@@ -42,12 +42,25 @@ def see(model: Path, parallel: dict, export: Path, *, trains: bool) -> dict:
     return seen
 
 
+def join(store: dist.Store, layout: int) -> None:
+    """A process group of its own for each layout.
+
+    Megatron leaves its groups to the process group, and every gloo group of an old layout has a thread that wakes up 100 times a
+    second: with ten layouts that is most of what four processes do.
+    """
+    leave_world()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"layout{layout}", store), rank=rank, world_size=size)
+
+
 def main() -> None:
-    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    layouts, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    store, _, _ = next(iter(dist.rendezvous("env://")))
     seen = {}
-    for name, case in cases.items():
-        seen[name] = see(Path(case["model"]), case["parallel"], out / name / "export", trains=case["trains"])
-        parallel_state.destroy_model_parallel()
+    for i, layout in enumerate(layouts):
+        join(store, i)
+        for name, case in layout["cases"].items():
+            seen[name] = see(Path(case["model"]), layout["parallel"], out / name / "export", trains=case["trains"])
     (out / f"rank{os.environ['RANK']}.json").write_text(json.dumps(seen))
     leave_world()
 

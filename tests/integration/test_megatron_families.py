@@ -37,7 +37,7 @@ LAYOUTS: dict[str, tuple[dict, tuple[str, ...]]] = {
     "TP2 SP EP4": ({"tensor": 2, "sequence": True, "expert": 4, "expert_tensor": 1}, ("qwen3-moe",)),
     "TP2 SP EP2 ETP2": ({"tensor": 2, "sequence": True, "expert": 2}, ("qwen3-moe",)),
 }
-CASES = {f"{kind}, {layout}": (kind, parallel) for layout, (parallel, kinds) in LAYOUTS.items() for kind in kinds}
+CASES = {f"{kind}, {layout}": kind for layout, (_, kinds) in LAYOUTS.items() for kind in kinds}
 # Where ranks share a key-value head, the gradient is checked too: other tests train whole groups only.
 TRAINED = {"qwen2.5-yarn, TP4", "qwen3-one-group, TP2", "qwen3-one-group, TP4"}
 
@@ -202,17 +202,23 @@ def test_a_folder_without_weights_and_one_with_a_tensor_twice_are_refused(broken
 
 def run_world(folder: Path) -> list[dict]:
     """Runs every case in one world of ``NUM_RANKS``; what each rank saw."""
-    for kind in {kind for kind, _ in CASES.values()}:
+    for kind in set(CASES.values()):
         make_model(folder / kind, kind)
-    cases = {
-        name: {"model": str(folder / kind), "parallel": parallel, "trains": name in TRAINED}
-        for name, (kind, parallel) in CASES.items()
-    }
-    (folder / "cases.json").write_text(json.dumps(cases))
+    layouts = [
+        {
+            "parallel": parallel,
+            "cases": {
+                f"{kind}, {layout}": {"model": str(folder / kind), "trains": f"{kind}, {layout}" in TRAINED}
+                for kind in kinds
+            },
+        }
+        for layout, (parallel, kinds) in LAYOUTS.items()
+    ]
+    (folder / "layouts.json").write_text(json.dumps(layouts))
     script = REPO / "tests/integration/megatron_families_world.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
     done = subprocess.run(
-        [*command, str(script), str(folder / "cases.json"), str(folder)],
+        [*command, str(script), str(folder / "layouts.json"), str(folder)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
         capture_output=True,
         text=True,
@@ -230,8 +236,8 @@ def difference(got: list, expected: list) -> float:
 def test_families_in_every_layout_have_the_log_probs_of_transformers_and_come_back_bit_for_bit(tmp_path: Path) -> None:
     ranks = run_world(tmp_path)
     samples = make_samples(SIZES["vocab_size"], num_samples=8)
-    references = {kind: reference_logprobs(tmp_path / kind, samples) for kind in {kind for kind, _ in CASES.values()}}
-    for name, (kind, _) in CASES.items():
+    references = {kind: reference_logprobs(tmp_path / kind, samples) for kind in set(CASES.values())}
+    for name, kind in CASES.items():
         seen = [rank[name] for rank in ranks]
         largest = max(difference(rank["logprobs"], references[kind]) for rank in seen)
         print(f"{name}: log-probs differ by {largest:.1e} at most")
