@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -58,7 +58,7 @@ def stored_dtypes(source: Path) -> dict[str, torch.dtype]:
 
 
 def plan_files(
-    arch: Architecture, layers: Sequence[Sequence[range]], dtypes: Mapping[str, torch.dtype], shard_bytes: int
+    arch: Architecture, layers: tuple[tuple[range, ...], ...], dtypes: Mapping[str, torch.dtype], shard_bytes: int
 ) -> dict[str, str]:
     """HF name -> file name, over all stages, in the order of writing; ``model.safetensors`` alone where one file holds all."""
     files: dict[str, str] = {}

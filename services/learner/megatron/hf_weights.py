@@ -6,7 +6,7 @@ iterate each rank's parameters -> gathered tensor by tensor over tensor and expe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,7 +119,7 @@ def plan_hf_tensors(
     return [(name, hf_shape(model.arch, name), dtype) for name in sent_names(entries)]
 
 
-def sent_names(entries: list[Entry]) -> list[str]:
+def sent_names(entries: Sequence[Entry]) -> list[str]:
     """The HF names that a stage with these entries sends, in order."""
     return [name for entry in entries if is_sent(entry) for name in entry.hf]
 
