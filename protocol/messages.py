@@ -301,6 +301,7 @@ class BatchSample(BaseModel):
     segments: list[Segment]
     num_prompt_tokens: int
     num_completion_tokens: int
+    truncated: bool = False  # it ended at the length limit
 
 
 class Batch(Message):

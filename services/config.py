@@ -138,6 +138,11 @@ def _check_lengths(config: Config) -> list[str]:
             f"learner.max_tokens_per_microbatch = {config.learner.max_tokens_per_microbatch} can't hold one sequence of {longest} "
             "tokens (run.max_prompt_tokens + run.max_completion_tokens): raise it to that at least."
         )
+    if config.learner.objective.overlong_buffer > config.run.max_completion_tokens:
+        problems.append(
+            f"learner.objective.overlong_buffer = {config.learner.objective.overlong_buffer} is over run.max_completion_tokens = "
+            f"{config.run.max_completion_tokens}: every completion would be punished. A fifth of it is usual."
+        )
     return problems
 
 

@@ -28,6 +28,7 @@ def make_batch(
             segments=sample.segments,
             num_prompt_tokens=int(sample.arrays["prompt_ids"].size),
             num_completion_tokens=sample.num_tokens,
+            truncated=sample.finish_reason == "length",
         )
         for group, sample in chosen
         if sample.result is not None

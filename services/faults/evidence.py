@@ -312,9 +312,9 @@ def weight_from_journal(path: Path, *, run_id: str, steps: int) -> float:
     """What a fake policy weighs that is trained on the journal's batches, each once and in order. The coordinator must have ended."""
     from services.coordinator.batches import make_batch  # here: the learner's modules need torch, and --list does not
     from services.coordinator.journal import Journal
+    from services.learner.batch_samples import to_train_samples
     from services.learner.config import ObjectiveConfig
     from services.learner.fake_policy import FakePolicy
-    from services.learner.service import to_train_samples
 
     journal = Journal(path, run_id=run_id)
     try:

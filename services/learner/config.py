@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from common.config import StrictModel
+
+Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"]
+Aggregation = Literal["token", "sequence", "constant"]
+KlKind = Literal["k1", "k2", "k3"]
 
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -69,7 +73,19 @@ class RecomputeConfig(StrictModel):
 class OptimizerConfig(StrictModel):
     """AdamW by Megatron, with the gradient clipped to a global norm before each step."""
 
-    lr: float = Field(default=1e-6, gt=0.0, description="learning rate after the warm-up, constant from there")
+    lr: float = Field(default=1e-6, ge=0.0, description="learning rate after the warm-up")
+    allow_zero_lr: bool = Field(
+        default=False, description="let lr = 0 pass: everything runs and is measured, nothing is learned"
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="of the learning rate after the warm-up; counts optimizer steps"
+    )
+    decay_steps: int = Field(
+        default=0,
+        ge=0,
+        description="linear, cosine: optimizer steps until lr_min is reached, warm-up included; lr_min from there",
+    )
+    lr_min: float = Field(default=0.0, ge=0.0, description="linear, cosine: the learning rate at the end of the decay")
     betas: tuple[Probability, Probability] = Field(default=(0.9, 0.999), description="decay of the two Adam moments")
     eps: float = Field(default=1e-8, gt=0.0, description="added to the root of the second moment")
     weight_decay: float = Field(default=0.0, ge=0.0, description="decoupled; not applied to biases and norms")
@@ -81,7 +97,9 @@ class OptimizerConfig(StrictModel):
         description="masters and moments are on the device only within the optimizer's step, else on the host",
     )
     initial_loss_scale: float = Field(
-        default=2.0**16, ge=1.0, description="float16 only: the loss is multiplied by it, so that small gradients last"
+        default=2.0**12,
+        ge=1.0,
+        description="float16 only: the loss is multiplied by it, so that small gradients last (the loss is a sum over tokens)",
     )
     loss_scale_window: int = Field(
         default=1000,
@@ -89,16 +107,128 @@ class OptimizerConfig(StrictModel):
         description="float16 only: steps without overflow until the scale doubles; an overflow halves it",
     )
 
+    @model_validator(mode="after")
+    def _a_rate_that_makes_sense(self) -> OptimizerConfig:
+        if self.lr == 0.0 and not self.allow_zero_lr:
+            raise ValueError(
+                "lr = 0 would train nothing. Give a learning rate, or set allow_zero_lr = true to run and measure everything else"
+            )
+        if self.schedule == "constant" and (self.decay_steps or self.lr_min):
+            raise ValueError("decay_steps and lr_min belong to schedule = 'linear' or 'cosine'; it is 'constant'")
+        if self.schedule != "constant" and self.decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"schedule = '{self.schedule}' needs decay_steps over warmup_steps = {self.warmup_steps}; it is "
+                f"{self.decay_steps}. For a whole run: coordinator.max_steps * objective.minibatches * objective.epochs"
+            )
+        if self.lr_min > self.lr:
+            raise ValueError(f"lr_min = {self.lr_min:g} is over lr = {self.lr:g}")
+        return self
+
 
 class ObjectiveConfig(StrictModel):
-    """Advantages and the clipped objective."""
+    """Advantages, the objective and what is added to it. The formulas: services/learner/README.md, section Algorithms."""
 
-    advantage: Literal["grpo", "dr_grpo"] = Field(default="grpo", description="see services/learner/advantages.py")
+    advantage: Advantage = Field(default="grpo", description="see services/learner/advantages.py")
     std_floor: float = Field(
-        default=1e-4, gt=0.0, description="in units of reward: GRPO divides by max(group std, std_floor)"
+        default=1e-4, gt=0.0, description="in units of reward: grpo and reinforce_pp divide by max(std, std_floor)"
     )
-    clip_low: float = Field(default=0.2, gt=0.0, lt=1.0, description="the ratio's gain is cut below 1 - clip_low")
+    kind: Literal["clipped", "gspo", "cispo"] = Field(
+        default="clipped", description="see services/learner/objectives.py"
+    )
+    clip_low: float = Field(
+        default=0.2, gt=0.0, le=1.0, description="the ratio's gain is cut below 1 - clip_low; 1: not at all"
+    )
     clip_high: float = Field(default=0.28, gt=0.0, description="the ratio's gain is cut above 1 + clip_high (DAPO)")
+    aggregation: Aggregation | None = Field(
+        default=None,
+        description="token: mean over the loss tokens of the global batch (the default); sequence: mean over sequences of their "
+        "token means (the default of gspo); constant: sum over tokens / (sequences * constant_length) (Dr. GRPO)",
+    )
+    constant_length: int = Field(
+        default=0, ge=0, description="aggregation = constant: tokens; usually run.max_completion_tokens"
+    )
+    decoupled: bool = Field(
+        default=False,
+        description="clip against the weights at the start of the step, and weigh by them / behaviour policy (AReaL)",
+    )
+    importance: Literal["none", "full", "truncate", "mask"] = Field(
+        default="none",
+        description="what becomes of the weight to the behaviour policy: nothing, min(w, importance_max), or 0 outside of "
+        "[importance_min, importance_max]; see services/learner/importance.py",
+    )
+    importance_level: Literal["token", "sequence"] = Field(default="token", description="whose weight it is")
+    importance_max: float = Field(default=2.0, ge=1.0, description="truncate, mask: the largest weight")
+    importance_min: float = Field(default=0.0, ge=0.0, le=1.0, description="mask: the smallest weight")
+    minibatches: int = Field(default=1, ge=1, description="optimizer steps that a batch is dealt to")
+    epochs: int = Field(default=1, ge=1, description="times that a batch is gone through")
+    kl_coef: float = Field(
+        default=0.0, ge=0.0, description="of the KL to the start model, nats per token; 0: the KL is not computed"
+    )
+    kl_in: Literal["loss", "reward"] = Field(default="loss", description="where the KL is added")
+    kl_kind: KlKind = Field(default="k3", description="see services/learner/kl.py")
+    kl_importance: bool = Field(
+        default=False, description="kl_in = loss: times the ratio to the behaviour policy, with gradient (unbiased)"
+    )
+    entropy_coef: float = Field(default=0.0, ge=0.0, description="of the entropy bonus, nats per token")
+    overlong_buffer: int = Field(
+        default=0, ge=0, description="tokens before max_completion_tokens over which a penalty grows (DAPO); 0: none"
+    )
+    overlong_penalty: float = Field(default=1.0, gt=0.0, description="in units of reward, at the full length")
+    overlong_filter: bool = Field(
+        default=False, description="truncated completions count as rewards of their group but are not trained on"
+    )
+
+    @property
+    def aggregation_or_default(self) -> Aggregation:
+        """``aggregation``, or what the objective's paper has."""
+        return self.aggregation or ("sequence" if self.kind == "gspo" else "token")
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether log-probs of the start model are needed."""
+        return self.kl_coef > 0.0
+
+    @model_validator(mode="after")
+    def _parts_that_go_together(self) -> ObjectiveConfig:
+        if problems := [*self._weight_problems(), *self._other_problems()]:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _weight_problems(self) -> list[str]:
+        found = []
+        if self.decoupled and self.importance == "none":
+            found.append(
+                "decoupled = true without an importance weight would train on old samples as if they were new: set importance "
+                "= 'truncate', 'mask' or 'full'"
+            )
+        if not self.decoupled and self.importance in ("full", "truncate"):
+            found.append(
+                f"importance = '{self.importance}' needs decoupled = true: the ratio is to the behaviour policy already, and "
+                "the weight would count twice (importance = 'mask' works without: it only leaves tokens out)"
+            )
+        if self.kind == "gspo" and self.importance != "none" and self.importance_level == "token":
+            found.append("kind = 'gspo' has one ratio a sequence: set importance_level = 'sequence'")
+        if self.importance_min and self.importance != "mask":
+            found.append("importance_min belongs to importance = 'mask'")
+        return found
+
+    def _other_problems(self) -> list[str]:
+        found = []
+        if (self.aggregation == "constant") != bool(self.constant_length):
+            found.append(
+                "aggregation = 'constant' and constant_length go together: give both (constant_length = "
+                "run.max_completion_tokens, usually) or neither"
+            )
+        if self.kl_coef and self.kl_in == "loss" and self.kl_kind == "k1" and not self.kl_importance:
+            found.append(
+                "kl_kind = 'k1' in the loss has a gradient of mean zero, which pulls nowhere: set kl_importance = true, or take "
+                "k2 or k3, or kl_in = 'reward'"
+            )
+        if self.kl_importance and (not self.kl_coef or self.kl_in == "reward"):
+            found.append(
+                "kl_importance belongs to kl_in = 'loss' with kl_coef over 0: samples carry the KL of a reward"
+            )
+        return found
 
 
 class LearnerConfig(StrictModel):
@@ -121,6 +251,10 @@ class LearnerConfig(StrictModel):
     objective: ObjectiveConfig = ObjectiveConfig()
     max_tokens_per_microbatch: int = Field(
         default=4096, ge=2, description="token budget of one packed micro-batch; also the longest prompt + completion"
+    )
+    share_prefixes: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: the prompt of a group is computed once per micro-batch where that is cheaper; see services/learner/packing.py",
     )
     recompute: RecomputeConfig = RecomputeConfig()
     dtype: Literal["float32", "bfloat16", "float16"] = Field(

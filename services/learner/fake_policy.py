@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from common.errors import TrainingError
 from services.learner.checkpoints import CheckpointError, step_folder
@@ -59,6 +60,10 @@ class FakePolicy:
             entropy=0.0,
             step_s=self._step_s,
         )
+
+    def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
+        """What the fake engine says with the start weight 0: -1 nat per token."""
+        return [np.full(len(sample.completion_ids), -1.0, np.float32) for sample in samples]
 
     def _logprob_gap(self, samples: Sequence[TrainSample], step: int) -> float:
         """How far the engine's log-probs are from those of this weight, or without an alarm from -1, in nats per token."""

@@ -7,17 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from services.learner.packing import TrainSample
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """One optimizer step, the same on every rank. Means are over the loss tokens of the global batch, before the update.
+    """One step of the run, the same on every rank: one optimizer step, or ``num_updates`` of them with mini-batches or epochs.
 
-    ``logprob_gap_*`` and ``kl_k3`` compare the engine's log-probs (behaviour) with the trainer's own at the start of the
-    step, in nats: for samples of the current version that is the mismatch of the two programs, for older ones also the drift.
+    Means and shares are over the loss tokens that were trained on, each as often as it was, before its update. ``ratio_*`` and
+    ``ess_share`` (effective sample size / tokens) are of the trained policy to the behaviour policy, the engine's log-probs.
+    ``logprob_gap_*``, ``kl_k1`` and ``kl_k3`` compare the engine's log-probs with the trainer's own at the start of the step, in
+    nats: for samples of the current version that is the mismatch of the two programs, for older ones also the drift.
+    ``weight_mean`` is of the importance weights after truncation or masking, as configured. ``kl_reference`` is None where the
+    loss has no KL. ``grad_norm`` is the mean over the updates, ``lr`` that of the last.
     """
 
     loss: float
@@ -35,6 +41,18 @@ class StepStats:
     kl_k3: float
     entropy: float
     step_s: float
+    num_updates: int = 1
+    clip_low_share: float = 0.0
+    clip_high_share: float = 0.0
+    ratio_min: float = 1.0
+    ratio_p01: float = 1.0
+    ratio_p99: float = 1.0
+    ess_share: float = 1.0
+    weight_mean: float = 1.0
+    masked_share: float = 0.0
+    truncated_share: float = 0.0
+    kl_k1: float = 0.0
+    kl_reference: float | None = None
     num_overflows: int = 0  # float16: optimizer steps that were skipped; their gradient norm counts as 0
     loss_scale: float = 1.0
 
@@ -53,14 +71,17 @@ class Policy(Protocol):
         """Pipeline stage of this rank."""
 
     def train_step(self, samples: Sequence[TrainSample], *, total_steps_done: int) -> StepStats:
-        """One optimizer step on the global batch, which every rank passes whole.
+        """The optimizer steps of one global batch, which every rank passes whole.
 
         Raises:
-            TrainingError: before anything changed.
+            TrainingError: before anything changed; or the step ended in its middle, and its message says so.
         """
 
     def rest(self) -> None:
         """Called before a wait of unknown length."""
+
+    def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
+        """Log-probs of the completions by the start model: float32[C] per sample, on every rank."""
 
     def plan_hf_tensors(self, dtype: torch.dtype | None = None) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """This stage's tensors: (Hugging Face name, full shape, dtype)."""

@@ -15,11 +15,9 @@ import math
 import os
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import structlog
 import torch
 
@@ -31,11 +29,10 @@ from common.waits import WaitTable
 from protocol import messages as m
 from protocol.codec import Received
 from protocol.config import RunConfig
-from services.learner.advantages import group_advantages
+from services.learner.batch_samples import make_train_batch
 from services.learner.checkpoints import CheckpointError, latest_checkpoint, oldest_step, prune_checkpoints, step_folder
-from services.learner.config import LearnerConfig, ObjectiveConfig
+from services.learner.config import LearnerConfig
 from services.learner.link import Link, NotYet
-from services.learner.packing import TrainSample
 from services.learner.policy import Policy
 from services.learner.weight_sender import WeightSender, publish
 from services.learner.world import World
@@ -132,11 +129,19 @@ class Learner:
         if batch.step != self.step + 1:
             raise InvariantError(f"The learner is at step {self.step} and was given the batch of step {batch.step}.")
         started = time.monotonic()
-        samples = to_train_samples(batch, arrays, self.config.objective)
-        metrics = {"batch/trained_samples": float(len(samples))}
-        if samples:  # else no group had a signal, and a step without gradient would only decay the moments
-            stats = self.policy.train_step(samples, total_steps_done=self.step)
-            metrics |= {f"train/{name}": float(value) for name, value in vars(stats).items()}
+        given = make_train_batch(
+            batch,
+            arrays,
+            self.config.objective,
+            max_completion_tokens=self.run_config.max_completion_tokens,
+            reference_logprobs=self.policy.reference_logprobs,
+        )
+        metrics = given.metrics
+        if given.samples:
+            stats = self.policy.train_step(given.samples, total_steps_done=self.step)
+            metrics |= {f"train/{name}": float(value) for name, value in vars(stats).items() if value is not None}
+        else:  # a step without gradient would only decay the moments
+            log.warning("step_without_signal", step=batch.step, groups_without_signal=metrics["batch/no_signal_groups"])
         self.step += 1
         waited_s, self._wait_batch_s = self._wait_batch_s, 0.0
         return metrics | {"time/train_s": time.monotonic() - started, "time/wait_batch_s": waited_s}
@@ -275,37 +280,6 @@ class Learner:
     @property
     def _checkpoints(self) -> Path:
         return Path(self.run_config.run_dir) / "checkpoints"
-
-
-def to_train_samples(batch: m.Batch, arrays: dict[str, Any], objective: ObjectiveConfig) -> list[TrainSample]:
-    """The samples of ``batch`` with their advantages, without groups that have no signal: those have zero gradient, and
-    leaving them out keeps them out of the loss denominator too.
-
-    ``arrays`` as in ``messages.Batch``. A group's samples are contiguous.
-    """
-    rewards = np.asarray([sample.reward for sample in batch.samples], dtype=np.float64)
-    groups = np.asarray([sample.group_id for sample in batch.samples])
-    advantages = np.zeros(len(rewards), dtype=np.float32)
-    for group_id in dict.fromkeys(groups.tolist()):
-        members = groups == group_id
-        if np.ptp(rewards[members]) > 0:
-            advantages[members] = group_advantages(
-                rewards[members], kind=objective.advantage, std_floor=objective.std_floor
-            )
-        else:
-            advantages[members] = np.nan
-    prompts = _split(arrays["prompt_ids"], [sample.num_prompt_tokens for sample in batch.samples])
-    completions = _split(arrays["completion_ids"], [sample.num_completion_tokens for sample in batch.samples])
-    logprobs = _split(arrays["logprobs"], [sample.num_completion_tokens for sample in batch.samples])
-    return [
-        TrainSample(prompt, completion, logprob, float(advantage))
-        for prompt, completion, logprob, advantage in zip(prompts, completions, logprobs, advantages, strict=True)
-        if not np.isnan(advantage)
-    ]
-
-
-def _split(array: Any, lengths: Sequence[int]) -> list[Any]:
-    return np.split(array, np.cumsum(lengths)[:-1])
 
 
 def make_policy(run: RunConfig, config: LearnerConfig) -> Policy:

@@ -101,12 +101,14 @@ def test_offloading_changes_no_bit_and_leaves_nothing_on_the_device(tmp_path: Pa
     resumed = make_policy(model, **{**options, "optimizer": section, "offload_while_waiting": True})
     resumed.rest()
     resumed.load_checkpoint(folder)
-    assert train(resumed, 1) == train(plain, 1)
+    again = make_policy(model, **options)
+    again.load_checkpoint(folder)
+    assert train(resumed, 1) == train(again, 1)
     policy.rest()
     policy.logprobs(make_samples(SIZES["vocab_size"]))
     resumed.rest()
     resumed.export_hf(tmp_path / "export")
-    trained = weights(plain)
+    trained = weights(again)
     assert all(torch.equal(tensor, trained[name]) for name, tensor in resumed.iter_hf_tensors())
 
 
@@ -147,8 +149,9 @@ def test_recomputation_runs_layers_again_and_changes_no_bit(
 
 
 def test_float16_trains_near_float32_with_a_scaled_loss(model: Path) -> None:
-    wide, narrow = (train(make_policy(model, dtype=dtype), 1)[0] for dtype in ("float32", "float16"))
-    assert (narrow.loss_scale, narrow.num_overflows) == (2.0**16, 0)
+    scaled = {"optimizer": {"initial_loss_scale": 16.0}}  # these random models have gradients in the hundreds
+    wide, narrow = (train(make_policy(model, dtype=dtype, **scaled), 1)[0] for dtype in ("float32", "float16"))
+    assert (narrow.loss_scale, narrow.num_overflows) == (16.0, 0)
     assert (wide.loss_scale, wide.num_overflows) == (1.0, 0)
     assert narrow.loss == pytest.approx(wide.loss, rel=0.01)
     assert narrow.grad_norm == pytest.approx(wide.grad_norm, rel=0.01)
@@ -178,6 +181,6 @@ def test_a_gradient_too_large_for_float16_at_any_scale_is_an_error(model: Path) 
     policy = make_policy(model, dtype="float16", optimizer={"initial_loss_scale": 1.0})
     before = weights(policy)
     samples = [dataclasses.replace(s, advantage=float(np.float32(1e9))) for s in make_samples(SIZES["vocab_size"])]
-    with pytest.raises(TrainingError, match="loss scale of 1.*bfloat16"):
+    with pytest.raises(TrainingError, match=r"loss scale of 1.*bfloat16"):
         policy.train_step(samples, total_steps_done=0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.iter_hf_tensors())

@@ -15,9 +15,9 @@ from megatron_world import make_samples, save_checkpoint
 from transformers import AutoModelForCausalLM
 
 from common.errors import ForebayError, TrainingError
-from services.learner.config import LearnerConfig, OptimizerConfig
+from services.learner.config import LearnerConfig
 from services.learner.megatron import device_map
-from services.learner.megatron.policy import MegatronPolicy, learning_rate
+from services.learner.megatron.policy import MegatronPolicy
 from services.learner.packing import TrainSample
 
 
@@ -97,17 +97,28 @@ def test_training_raises_the_log_probs_of_good_completions_and_lowers_those_of_b
 
 
 @pytest.mark.parametrize("what", ["logprobs", "advantage"])
-def test_a_loss_that_is_not_finite_changes_nothing(model: Path, what: str) -> None:
+def test_a_number_that_is_not_finite_changes_nothing_and_its_sample_is_named(model: Path, what: str) -> None:
     policy = make_policy(model)
     samples = make_samples(SIZES["vocab_size"])
     policy.train_step(samples, total_steps_done=0)
     before, nan = weights(policy), float("nan")
     bad = np.full_like(samples[3].logprobs, nan) if what == "logprobs" else nan
-    poisoned = [*samples[:3], dataclasses.replace(samples[3], **{what: bad}), *samples[4:]]
-    with pytest.raises(TrainingError, match="loss of step 2 is nan"):
+    poisoned = [*samples[:3], dataclasses.replace(samples[3], name="group 7, sample 1", **{what: bad}), *samples[4:]]
+    with pytest.raises(TrainingError, match=r"Step 2: group 7, sample 1 has the .* nan.* Nothing was updated"):
         policy.train_step(poisoned, total_steps_done=1)
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.iter_hf_tensors())
     assert math.isfinite(policy.train_step(samples, total_steps_done=1).loss)
+
+
+def test_a_loss_that_is_not_finite_changes_nothing(model: Path) -> None:
+    policy = make_policy(model)
+    samples, before = make_samples(SIZES["vocab_size"]), weights(policy)
+    norm = policy.model.chunks[0].decoder.final_layernorm
+    hook = norm.register_forward_hook(lambda *args: args[-1] * float("nan"))
+    with pytest.raises(TrainingError, match="loss of step 1 is nan; nothing was updated"):
+        policy.train_step(samples, total_steps_done=0)
+    hook.remove()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.iter_hf_tensors())
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(model: Path) -> None:
@@ -178,9 +189,3 @@ def test_the_cpu_map_refuses_a_machine_with_cuda(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ForebayError, match="refuses to load where CUDA is available"):
         device_map.install()
-
-
-def test_the_learning_rate_warms_up_linearly() -> None:
-    config = OptimizerConfig(lr=1.0, warmup_steps=4)
-    assert [learning_rate(config, step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert learning_rate(OptimizerConfig(lr=1.0), 0) == 1.0

@@ -59,6 +59,7 @@ def test_impossible_values_are_refused(override, words):
         ("coordinator.tasks=README.md", "README.md:1 is not JSON"),
         ("reward.drain_timeout_s=10", "up.stop_timeout_s"),
         ("run.max_completion_tokens=100000", "lower them by"),
+        ("learner.objective.overlong_buffer=1000", "every completion would be punished"),
         ("learner.parallel.tensor=3", "use one of"),
         ("up.rollout_devices=[[0],[1]]", "up.rollout_nodes"),
         ("run.ack_timeout_s=10", "run.join_timeout_s"),

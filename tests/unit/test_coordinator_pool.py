@@ -6,6 +6,7 @@ import pytest
 from common.errors import ConfigError, InvariantError
 from protocol.verdicts import JudgeResult, Verdict
 from protocol.versions import Segment
+from services.coordinator.batches import make_batch
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.cursor import TaskCursor, task_order
 from services.coordinator.groups import GroupStatus
@@ -27,14 +28,14 @@ def make_pool(state=None, **changes):
     return Pool(config, TaskCursor(5, seed=0, shuffle=True, max_epochs=config.max_epochs), state)
 
 
-def add(pool, group_id, index, version=0, tokens=3):
+def add(pool, group_id, index, version=0, tokens=3, finish_reason="stop"):
     arrays = {
         "prompt_ids": np.arange(2, dtype=np.int32),
         "completion_ids": np.arange(tokens, dtype=np.int32),
         "logprobs": np.full(tokens, -1.0, np.float32),
     }
     segments = [Segment(version=version, num_tokens=tokens)]
-    return pool.add_sample(group_id, index, text="x", finish_reason="stop", segments=segments, arrays=arrays)
+    return pool.add_sample(group_id, index, text="x", finish_reason=finish_reason, segments=segments, arrays=arrays)
 
 
 def finish(pool, group_id, results=(GOOD, BAD), version=0):
@@ -61,6 +62,16 @@ def test_a_group_goes_from_admission_to_training():
     assert pool.commit(1, {}) == [], "a repeated commit changes nothing"
     assert pool.ledger.trained == 12
     check(pool)
+
+
+def test_the_batch_says_which_completions_ended_at_the_length_limit():
+    pool = make_pool(groups_per_step=1)
+    pool.admit()
+    for index, reason in enumerate(("stop", "length")):
+        add(pool, 0, index, finish_reason=reason)
+        pool.add_result(0, index, (GOOD, BAD)[index])
+    batch, _ = make_batch(1, pool.take_batch(1), replay=False)
+    assert [sample.truncated for sample in batch.samples] == [False, True]
 
 
 def test_the_second_result_of_a_sample_is_a_duplicate():

@@ -51,9 +51,9 @@ with warnings.catch_warnings():
         ColumnParallelLinear,
         RowParallelLinear,
         VocabParallelEmbedding,
+        gather_from_sequence_parallel_region,
         model_parallel_cuda_manual_seed,
         set_tensor_model_parallel_attributes,
-        vocab_parallel_cross_entropy,
     )
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
@@ -138,6 +138,7 @@ __all__ = [
     "clip_grad_by_total_norm_fp32",
     "dist_checkpointing",
     "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
     "get_bias_dropout_add",
     "get_forward_backward_func",
     "get_megatron_optimizer",
@@ -150,5 +151,4 @@ __all__ = [
     "save_checkpoint_config",
     "save_preprocess",
     "set_tensor_model_parallel_attributes",
-    "vocab_parallel_cross_entropy",
 ]

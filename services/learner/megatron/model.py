@@ -38,6 +38,7 @@ from services.learner.megatron.mcore import (
     set_tensor_model_parallel_attributes,
 )
 from services.learner.megatron.spec import Parts, block_spec, parts_for
+from services.learner.megatron.vocab import PolicyModel
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ def _build_chunk(
 ) -> GPTModel:
     """Virtual stage ``v`` of this rank's ``num_chunks``."""
     vp_stage = v if num_chunks > 1 else None
-    return GPTModel(
+    return PolicyModel(
         config=config,
         transformer_layer_spec=block_spec(config, parts, vp_stage),
         vocab_size=arch.padded_vocab_size(ranks.tensor_size),
@@ -278,6 +279,7 @@ def transformer_config(
             add_qkv_bias=arch.qkv_bias,
             gated_linear_unit=True,
             activation_func=F.silu,
+            use_te_activation_func=True,  # that of the spec, which is ours
             hidden_dropout=0.0,
             attention_dropout=0.0,
             tensor_model_parallel_size=parallel.tensor,
@@ -366,6 +368,9 @@ def build_optimizer(config: LearnerConfig, model: BuiltModel) -> Any:
         list(model.ddps),
         use_gloo_process_groups=False,
     )
+    for group in optimizer.param_groups:
+        if "fused" in group:  # torch's AdamW: one pass over the moments rather than nine
+            group["fused"] = True
     if model.config.fp16:
         scale = LossScale.of(section, model.device)
         scale.share(optimizer)

@@ -1,6 +1,7 @@
 """The trained policy on one rank: load, step, save, export, and its tensors for the broadcast.
 
-    samples --plan--> micro-batches of this data-parallel rank
+    samples --check, reference and start log-probs where needed, plan--> optimizer steps: usually one
+    each    --plan--> micro-batches of this data-parallel rank
             --Megatron's schedule: forward, objective, backward--> gradients / loss tokens of the global batch
             --checks: finite, log-prob gap--> clip --> AdamW
 
@@ -9,10 +10,12 @@ Every method but the plain properties is collective: all ranks of the world call
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +26,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.errors import TrainingError
+from common.errors import InvariantError, TrainingError
 from services.learner.architecture import read_architecture
-from services.learner.config import LearnerConfig, OptimizerConfig
-from services.learner.losses import MAX_NAMES, SUM_NAMES, TokenSums, clipped_objective
+from services.learner.config import LearnerConfig
+from services.learner.losses import LossInputs, policy_loss
 from services.learner.megatron import device_map, export, hf_weights
 from services.learner.megatron.batch import DeviceBatch, even_out
 from services.learner.megatron.checkpoint import Checkpointer
@@ -34,10 +37,16 @@ from services.learner.megatron.loss_scale import apply_gradients, gradient_norm
 from services.learner.megatron.mcore import get_forward_backward_func
 from services.learner.megatron.model import build_model, build_optimizer, choose_device, init_world, needs_equal_lengths
 from services.learner.megatron.offload import DeviceMemory
+from services.learner.megatron.reference import ReferenceWeights
 from services.learner.megatron.rotary import Rotary
-from services.learner.megatron.vocab import logprobs_and_entropy
-from services.learner.packing import MicroBatch, TrainSample, completion_slice, pack, plan_microbatches
+from services.learner.megatron.spec import LOCAL, parts_for
+from services.learner.packing import MicroBatch, TrainSample, add_columns, pack, plan_microbatches
 from services.learner.policy import StepStats
+from services.learner.token_statistics import MAX_NAMES, NUM_BINS, SUM_NAMES, TokenSums, Totals
+from services.learner.updates import check_samples, learning_rate, plan_updates
+
+# Key of ours in the record that a checkpoint carries for its caller.
+OPTIMIZER_STEPS = "policy.optimizer_steps"
 
 log = structlog.get_logger()
 
@@ -56,7 +65,8 @@ class MegatronPolicy:
     def __init__(
         self, config: LearnerConfig, model_path: Path | str, *, seed: int, deterministic: bool, temperature: float = 1.0
     ) -> None:
-        self.config, self.temperature = config, temperature
+        self.config, self.temperature, self.seed = config, temperature, seed
+        self.optimizer_steps = 0  # done so far; the learning rate counts them
         self.model_path = Path(model_path)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
@@ -68,6 +78,8 @@ class MegatronPolicy:
             self.model = build_model(config, arch, self.ranks, self.device, deterministic=deterministic)
             hf_weights.load_hf(self.model, self.model_path)
             self.optimizer = build_optimizer(config, self.model)
+        parameters = (parameter for _, parameter in self.model.named_parameters())
+        self.reference = ReferenceWeights(parameters) if config.objective.has_reference else None
         self.memory = DeviceMemory(
             self.model.ddps,
             self.optimizer,
@@ -95,56 +107,97 @@ class MegatronPolicy:
         return self.ranks.pipeline
 
     def train_step(self, samples: Sequence[TrainSample], *, total_steps_done: int) -> StepStats:
-        """One optimizer step on the global batch ``samples``, which is the same list on every rank.
+        """Trains on the global batch ``samples``, which is the same list on every rank; by default in one optimizer step.
 
         Raises:
             ConfigError: a sample is longer than a micro-batch may be.
-            TrainingError: no loss tokens; a loss or gradient that is not finite; the log-prob gap past its alarm. All ranks
-                raise it together, and neither weights nor optimizer state have changed.
+            TrainingError: numbers of a sample that are not finite; no loss tokens; a loss or gradient that is not finite; the
+                log-prob gap past its alarm. All ranks raise it together, and neither weights nor optimizer state have changed,
+                unless the message says that some optimizer steps of several were done.
         """
-        start = time.perf_counter()
+        start, step, objective = time.perf_counter(), total_steps_done + 1, self.config.objective
+        check_samples(samples, vocab_size=self.model.arch.vocab_size, step=step)
+        samples = [sample for sample in samples if len(sample.completion_ids)]
+        if not samples:
+            raise TrainingError(f"Step {step} has no loss tokens: all its completions are empty. Nothing was updated.")
+        updates = plan_updates(
+            samples, minibatches=objective.minibatches, epochs=objective.epochs, seed=(self.seed, step)
+        )
+        samples = self._with_fixed_logprobs(samples, step, several=len(updates) > 1)
+        done = []
+        for number, indices in enumerate(updates):
+            so_far = f"{number} of its {len(updates)} optimizer steps were done" if number else "nothing was updated"
+            done.append(self._update([samples[i] for i in indices], step, so_far, check_gap=len(updates) == 1))
+        totals = functools.reduce(lambda a, b: a + b, (update.totals for update in done))
+        has_kl = objective.has_reference and objective.kl_in == "loss"
+        return StepStats(
+            **totals.means(),
+            grad_norm=sum(update.grad_norm for update in done) / len(done),
+            lr=done[-1].lr,
+            num_samples=len(samples),
+            num_tokens=sum(sample.length for sample in samples),
+            num_loss_tokens=sum(len(sample.completion_ids) for sample in samples),
+            num_microbatches=sum(update.num_microbatches for update in done),
+            num_updates=len(done),
+            kl_reference=totals.sums["kl_reference"] / totals.num_loss_tokens if has_kl else None,
+            step_s=time.perf_counter() - start,
+            num_overflows=sum(update.overflowed for update in done),
+            loss_scale=float(self.optimizer.get_loss_scale()),
+        )
+
+    def _with_fixed_logprobs(self, samples: list[TrainSample], step: int, *, several: bool) -> list[TrainSample]:
+        """The samples with the log-probs that stay the same over the optimizer steps of a batch, where those are needed.
+
+        With one optimizer step, the weights at its start are those that are differentiated: they need no pass of their own.
+        """
+        objective = self.config.objective
+        if objective.has_reference and objective.kl_in == "loss":
+            samples = [
+                dataclasses.replace(sample, reference_logprobs=logprobs)
+                for sample, logprobs in zip(samples, self.reference_logprobs(samples), strict=True)
+            ]
+        if several:
+            samples = [
+                dataclasses.replace(sample, start_logprobs=logprobs)
+                for sample, logprobs in zip(samples, self.logprobs(samples), strict=True)
+            ]
+            gaps = [np.abs(sample.start_logprobs - sample.logprobs) for sample in samples]
+            self._check_gap(float(np.concatenate(gaps).mean(dtype=np.float64)), step)
+        return samples
+
+    def _update(self, samples: Sequence[TrainSample], step: int, so_far: str, *, check_gap: bool) -> _Update:
+        """One optimizer step. ``so_far``: what a failure leaves behind."""
         batches = self._local_batches(samples)
         self.memory.need_gradients()
         with device_map.scope(self.device):
             for ddp in self.model.ddps:
                 ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
-            local = self._run_schedule(batches, self._train_forward, forward_only=False)
-            totals, maxima = self._reduce_stats(local)
-            self._check_forward(totals, total_steps_done)
+            totals = self._reduce_stats(self._run_schedule(batches, self._train_forward, forward_only=False))
+            if not math.isfinite(totals.sums["loss"]):
+                raise TrainingError(f"The loss of step {step} is {totals.sums['loss']}; {so_far}.")
+            if check_gap:
+                self._check_gap(totals.gap, step)
             self.memory.need_optimizer()
             norm = gradient_norm(self.optimizer)  # none: float16 overflowed, and this step is skipped
             grad_norm = 0.0 if norm is None else norm
             if not math.isfinite(grad_norm):
-                raise TrainingError(
-                    f"The gradient norm of step {total_steps_done + 1} is {grad_norm}; nothing was updated."
-                )
-            lr = learning_rate(self.config.optimizer, total_steps_done)
+                raise TrainingError(f"The gradient norm of step {step} is {grad_norm}; {so_far}.")
+            lr = learning_rate(self.config.optimizer, self.optimizer_steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             if norm is not None:
                 apply_gradients(self.optimizer, norm)
+                self.optimizer_steps += 1
             self.memory.release_optimizer()
-        count = totals["num_loss_tokens"]
-        return StepStats(
-            loss=totals["loss"] / count,
-            grad_norm=grad_norm,
-            lr=lr,
-            num_samples=len(samples),
-            num_tokens=sum(sample.length for sample in samples),
-            num_loss_tokens=int(count),
-            num_microbatches=len(batches) * self.ranks.data_size,
-            clip_share=totals["num_clipped"] / count,
-            ratio_mean=totals["ratio"] / count,
-            ratio_max=maxima["ratio"],
-            logprob_gap_mean=totals["gap"] / count,
-            logprob_gap_max=maxima["gap"],
-            kl_k3=totals["kl"] / count,
-            entropy=totals["entropy"] / count,
-            step_s=time.perf_counter() - start,
-            num_overflows=int(norm is None),
-            loss_scale=float(self.optimizer.get_loss_scale()),
-        )
+        return _Update(totals, grad_norm, lr, len(batches) * self.ranks.data_size, overflowed=norm is None)
+
+    def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
+        """As ``logprobs``, by the start model. Only with ``objective.kl_coef`` over 0."""
+        if self.reference is None:
+            raise InvariantError("The start model's weights are only kept where objective.kl_coef is over 0.")
+        with self.reference.in_place():
+            return self.logprobs(samples)
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
@@ -155,9 +208,9 @@ class MegatronPolicy:
         with device_map.scope(self.device):
             results = self._run_schedule(batches, self._logprob_forward, forward_only=True)
         if self.ranks.tensor == 0:
-            for batch, logprobs_T in zip(batches, results, strict=self.ranks.is_last_stage):
-                for i, first in zip(batch.sample_indices, batch.cu_seqlens.tolist(), strict=False):
-                    flat[bounds[i] : bounds[i + 1]] = logprobs_T[completion_slice(samples[i], first)]
+            for batch, logprobs_L in zip(batches, results, strict=self.ranks.is_last_stage):
+                rows = np.concatenate([np.arange(bounds[i], bounds[i + 1]) for i in batch.sample_indices] or [[]])
+                flat[torch.from_numpy(rows.astype(np.int64)).to(self.device)] = logprobs_L[: len(rows)]
         dist.all_reduce(flat)
         return [part.astype(np.float32) for part in np.split(flat.cpu().numpy(), bounds[1:-1])]
 
@@ -165,7 +218,7 @@ class MegatronPolicy:
         """Weights, optimizer and random states into ``root/step-XXXXXXXX``, in the background; see ``checkpoint``."""
         self.memory.need_optimizer()
         with device_map.scope(self.device):
-            self.checkpointer.begin(Path(root), step, extra)
+            self.checkpointer.begin(Path(root), step, {**extra, OPTIMIZER_STEPS: self.optimizer_steps})
         self.memory.release_optimizer()
 
     def finish_checkpoint(self, *, wait: bool) -> int | None:
@@ -176,9 +229,10 @@ class MegatronPolicy:
         """Goes on from the checkpoint folder ``path``, of any layout; returns (step, extra) as they were saved."""
         self.memory.need_optimizer()
         with device_map.scope(self.device):
-            loaded = self.checkpointer.load(Path(path))
+            step, extra = self.checkpointer.load(Path(path))
         self.memory.release_optimizer()
-        return loaded
+        self.optimizer_steps = extra.pop(OPTIMIZER_STEPS, step)
+        return step, extra
 
     def export_hf(self, target: Path) -> None:
         """Writes a Hugging Face model folder, with config and tokenizer of the model it started from; see ``export``."""
@@ -202,13 +256,25 @@ class MegatronPolicy:
 
     def _local_batches(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
         plan = plan_microbatches(
-            [sample.length for sample in samples],
+            samples,
             max_tokens=self.config.max_tokens_per_microbatch,
             num_ranks=self.ranks.data_size,
             hidden_size=self.model.arch.hidden_size,
             alignment=self.alignment,
+            share_prefixes=self.config.share_prefixes == "auto" and parts_for(self.device) is LOCAL,
         )
-        return [pack(samples, indices, alignment=self.alignment) for indices in plan[self.ranks.data]]
+        packed = (pack(samples, pieces, alignment=self.alignment) for pieces in plan[self.ranks.data])
+        return [add_columns(batch, samples) for batch in packed]
+
+    def _to_device(self, batch: MicroBatch) -> DeviceBatch:
+        return DeviceBatch.of(
+            batch,
+            self.rotary,
+            self.model.config.params_dtype,
+            vocab_size=self.model.arch.vocab_size,
+            temperature=self.temperature,
+            entropy_gradient=self.config.objective.entropy_coef != 0.0,
+        )
 
     def _run_schedule(
         self, batches: Sequence[MicroBatch], forward: Callable[..., Any], *, forward_only: bool
@@ -223,8 +289,7 @@ class MegatronPolicy:
             multiple = self.ranks.pipeline_size if len(ddps) > 1 else 1
             batches = even_out(batches, multiple, alignment=self.alignment, device=self.device)
             seq_length = len(batches[0].tokens)
-        dtype = self.model.config.params_dtype
-        feeds = [(DeviceBatch.of(batch, self.rotary, dtype) for batch in batches) for _ in ddps]
+        feeds = [(self._to_device(batch) for batch in batches) for _ in ddps]
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=feeds if len(feeds) > 1 else feeds[0],
@@ -245,33 +310,32 @@ class MegatronPolicy:
         batch, output = self._forward(batches, model)
         return output, functools.partial(self._loss, batch)
 
-    def _loss(self, batch: DeviceBatch, logits: Tensor) -> tuple[Tensor, Tensor, TokenSums]:
-        logprobs_T, entropy_T = self._logprobs(batch, logits)
-        loss_sum, sums = clipped_objective(
-            logprobs_T,
-            batch.behaviour_logprobs,
-            batch.advantages,
-            batch.loss_mask,
-            clip_low=self.config.objective.clip_low,
-            clip_high=self.config.objective.clip_high,
+    def _loss(self, batch: DeviceBatch, output: Tensor) -> tuple[Tensor, Tensor, TokenSums]:
+        logprobs_T, entropy_T = output
+        inputs = LossInputs(
+            logprobs_T=logprobs_T,
+            behaviour_T=batch.behaviour_logprobs,
+            advantages_T=batch.advantages,
+            mask_T=batch.loss_mask,
+            slots_T=batch.slots,
+            num_sequences=batch.num_sequences,
             entropy_T=entropy_T,
+            start_T=batch.start_logprobs,
+            reference_T=batch.reference_logprobs,
         )
-        return loss_sum, batch.num_loss_tokens, sums
-
-    def _logprobs(self, batch: DeviceBatch, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return logprobs_and_entropy(logits[0], batch.labels, self.model.arch.vocab_size, temperature=self.temperature)
+        return policy_loss(inputs, self.config.objective)
 
     def _logprob_forward(self, batches: Iterator[DeviceBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-        batch, output = self._forward(batches, model)
+        _, output = self._forward(batches, model)
 
-        def collect(logits: Tensor, non_loss_data: bool = True) -> Tensor:
-            return self._logprobs(batch, logits)[0]
+        def collect(output: Tensor, non_loss_data: bool = True) -> Tensor:
+            return output[0]
 
         return output, collect
 
-    def _reduce_stats(self, local: list[TokenSums]) -> tuple[dict[str, float], dict[str, float]]:
-        """Sums and maxima over all micro-batches and ranks, by name."""
-        sums = torch.zeros(len(SUM_NAMES), dtype=torch.float64, device=self.device)
+    def _reduce_stats(self, local: list[TokenSums]) -> Totals:
+        """Sums and maxima over all micro-batches and ranks."""
+        sums = torch.zeros(len(SUM_NAMES) + NUM_BINS, dtype=torch.float64, device=self.device)
         maxima = torch.zeros(len(MAX_NAMES), dtype=torch.float64, device=self.device)
         for item in local:
             maxima = torch.maximum(maxima, item.maxima)
@@ -279,15 +343,10 @@ class MegatronPolicy:
                 sums += item.sums
         dist.all_reduce(sums)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        return dict(zip(SUM_NAMES, sums.tolist(), strict=True)), dict(zip(MAX_NAMES, maxima.tolist(), strict=True))
+        return Totals.of(sums.tolist(), maxima.tolist())
 
-    def _check_forward(self, totals: dict[str, float], total_steps_done: int) -> None:
-        step, count = total_steps_done + 1, totals["num_loss_tokens"]
-        if not count:
-            raise TrainingError(f"Step {step} has no loss tokens: all its completions are empty.")
-        if not math.isfinite(totals["loss"]):
-            raise TrainingError(f"The loss of step {step} is {totals['loss']}; nothing was updated.")
-        gap, alarm = totals["gap"] / count, self.config.logprob_gap_alarm
+    def _check_gap(self, gap: float, step: int) -> None:
+        alarm = self.config.logprob_gap_alarm
         # not <=: a gap that is nan is past any alarm.
         if alarm is not None and not gap <= alarm:
             raise TrainingError(
@@ -297,8 +356,12 @@ class MegatronPolicy:
             )
 
 
-def learning_rate(config: OptimizerConfig, total_steps_done: int) -> float:
-    """The rate of the next step: linear from ``lr / warmup_steps`` up to ``lr``, then constant."""
-    if total_steps_done >= config.warmup_steps:
-        return config.lr
-    return config.lr * (total_steps_done + 1) / config.warmup_steps
+@dataclass(frozen=True)
+class _Update:
+    """What one optimizer step leaves for the statistics."""
+
+    totals: Totals
+    grad_norm: float
+    lr: float
+    num_microbatches: int
+    overflowed: bool

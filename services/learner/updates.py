@@ -1,0 +1,83 @@
+"""The optimizer steps of one batch: which samples each one has, what is refused before the first, and their learning rate. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from common.errors import TrainingError
+from services.learner.config import OptimizerConfig
+from services.learner.packing import TrainSample
+
+
+def check_samples(samples: Sequence[TrainSample], *, vocab_size: int, step: int) -> None:
+    """Numbers that would poison the weights are refused before anything is computed.
+
+    Raises:
+        TrainingError: a log-prob or advantage that is not finite, or a token that the model doesn't have; names the samples.
+    """
+    bad = [
+        f"{sample.name or f'sample {i}'} has {what}"
+        for i, sample in enumerate(samples)
+        if (what := _wrong(sample, vocab_size))
+    ]
+    if bad:
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        raise TrainingError(f"Step {step}: {'; '.join(bad[:5])}{more}. Nothing was updated.")
+
+
+def _wrong(sample: TrainSample, vocab_size: int) -> str:
+    if not math.isfinite(sample.advantage):
+        return f"the advantage {sample.advantage}"
+    if not np.isfinite(sample.logprobs).all():
+        where = int(np.flatnonzero(~np.isfinite(sample.logprobs))[0])
+        return f"the log-prob {sample.logprobs[where]} at completion token {where}"
+    ids = np.concatenate([sample.prompt_ids, sample.completion_ids])
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        return f"a token outside of the vocabulary of {vocab_size}: {int(ids.min() if ids.min() < 0 else ids.max())}"
+    return ""
+
+
+def plan_updates(
+    samples: Sequence[TrainSample], *, minibatches: int, epochs: int, seed: Sequence[int]
+) -> list[list[int]]:
+    """Indices of the samples of each optimizer step: ``minibatches`` steps an epoch, each sample once an epoch.
+
+    Samples of one prompt that stand together stay together, unless there are fewer prompts than mini-batches. With one
+    mini-batch the order is that of ``samples``, else it is drawn anew in each epoch, the same for the same ``seed`` everywhere.
+    """
+    if minibatches == 1:
+        return [list(range(len(samples)))] * epochs
+    runs = itertools.groupby(range(len(samples)), key=lambda i: samples[i].prompt_ids.tobytes())
+    units = [list(run) for _, run in runs]
+    if len(units) < minibatches:
+        units = [[i] for i in range(len(samples))]
+    updates = []
+    for epoch in range(epochs):
+        order = np.random.default_rng([*seed, epoch]).permutation(len(units))
+        for part in np.array_split(order, min(minibatches, len(units))):
+            updates.append(sorted(i for u in part for i in units[u]))
+    return updates
+
+
+def learning_rate(config: OptimizerConfig, optimizer_steps_done: int) -> float:
+    """The rate of the next optimizer step: linear from ``lr / warmup_steps`` up to ``lr``, then by ``config.schedule``.
+
+    Counts optimizer steps: not micro-batches, and not steps of the run that had no signal to train on. The cosine is half a
+    wave from ``lr`` to ``lr_min`` (Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5, without restarts).
+
+    >>> cosine = OptimizerConfig(lr=1.0, warmup_steps=2, schedule="cosine", decay_steps=6, lr_min=0.5)
+    >>> [round(learning_rate(cosine, n), 3) for n in range(9)]
+    [0.5, 1.0, 1.0, 0.927, 0.75, 0.573, 0.5, 0.5, 0.5]
+    """
+    done = optimizer_steps_done
+    if done < config.warmup_steps:
+        return config.lr * (done + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    share = min(1.0, (done - config.warmup_steps) / (config.decay_steps - config.warmup_steps))
+    height = 1.0 - share if config.schedule == "linear" else (1.0 + math.cos(math.pi * share)) / 2.0
+    return config.lr_min + (config.lr - config.lr_min) * height
