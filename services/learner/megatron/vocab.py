@@ -93,5 +93,6 @@ class VocabParallelSoftmax(torch.autograd.Function):
                 torch.mul(p, -own[:, None], out=rows)
             else:
                 rows.add_(entropy_T[these, None]).mul_(-grad_entropy_T[these, None]).sub_(own[:, None]).mul_(p)
-            rows.scatter_add_(1, columns_T[these, None], torch.where(here_T[these], own, 0.0)[:, None])
+            places = torch.arange(len(rows), device=rows.device), columns_T[these]
+            rows[places] += torch.where(here_T[these], own, 0.0)  # deterministic on GPUs, too, unlike scatter_add_
         return log_p_Tv, None, None, None
