@@ -86,6 +86,13 @@ def parser() -> argparse.ArgumentParser:
     )
     keys.add_argument("file", type=Path)
 
+    export = commands.add_parser(
+        "export", help="a checkpoint of any parallel layout -> a Hugging Face folder, on the CPU"
+    )
+    export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder, or a run's: the latest one")
+    export.add_argument("target", type=Path, metavar="DIR", help="the folder to make")
+    export.add_argument("--model", type=Path, help="the Hugging Face folder that the run began with, if it has moved")
+
     evaluate = commands.add_parser("eval", help="solve rate of Hugging Face checkpoints on a task file")
     evaluate.add_argument("models", nargs="+", type=Path, metavar="MODEL")
     evaluate.add_argument("--tasks", type=Path, required=True)
@@ -293,6 +300,12 @@ def _eval(args: argparse.Namespace) -> int:
     return evaluate.main(config, args.models, args.tasks, num_samples=args.samples)
 
 
+def _export(args: argparse.Namespace) -> int:
+    from services.learner.megatron import export_checkpoint
+
+    return export_checkpoint.main(args.checkpoint, args.target, model=args.model)
+
+
 def _data(args: argparse.Namespace) -> int:
     from services import data
 
@@ -330,6 +343,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "stop": _stop,
     "keys": _keys,
     "eval": _eval,
+    "export": _export,
     "data": _data,
     "faults": _faults,
     **dict.fromkeys(ROLES, _role),

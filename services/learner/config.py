@@ -97,7 +97,9 @@ class OptimizerConfig(StrictModel):
         description="masters and moments are on the device only within the optimizer's step, else on the host",
     )
     initial_loss_scale: float = Field(
-        default=2.0**16, ge=1.0, description="float16 only: the loss is multiplied by it, so that small gradients last"
+        default=2.0**12,
+        ge=1.0,
+        description="float16 only: the loss is multiplied by it, so that small gradients last (the loss is a sum over tokens)",
     )
     loss_scale_window: int = Field(
         default=1000,
@@ -249,6 +251,10 @@ class LearnerConfig(StrictModel):
     objective: ObjectiveConfig = ObjectiveConfig()
     max_tokens_per_microbatch: int = Field(
         default=4096, ge=2, description="token budget of one packed micro-batch; also the longest prompt + completion"
+    )
+    share_prefixes: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: the prompt of a group is computed once per micro-batch where that is cheaper; see services/learner/packing.py",
     )
     recompute: RecomputeConfig = RecomputeConfig()
     dtype: Literal["float32", "bfloat16", "float16"] = Field(

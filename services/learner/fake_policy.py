@@ -76,6 +76,9 @@ class FakePolicy:
             )
         return gap
 
+    def rest(self) -> None:
+        """There is nothing to put away."""
+
     def plan_hf_tensors(self, dtype: torch.dtype | None = None) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """One tensor."""
         return [("weight", (256,), torch.float32)]

@@ -36,12 +36,18 @@ def _world(parallel: ParallelConfig, world_size: int) -> list[str]:
 
 def _matrices(arch: Architecture, parallel: ParallelConfig) -> list[str]:
     tensor, found = parallel.tensor, []
-    counts = {"key-value heads": arch.num_kv_heads, "attention heads": arch.num_heads}
-    if not arch.is_moe:
-        counts["rows of intermediate_size"] = arch.ffn_size
-    for what, count in counts.items():
-        if count % tensor:
-            found.append(f"{count} {what} don't divide by parallel.tensor = {tensor}: use {_choices(count)}")
+    heads, groups = arch.num_heads, arch.num_kv_heads
+    # Megatron lets several ranks share a key-value head, but a rank has whole key-value heads or a whole part of one.
+    if heads % tensor or (groups % tensor and tensor % groups):
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
+        found.append(
+            f"{heads} attention heads in {groups} groups (key-value heads) can't be shared by parallel.tensor = {tensor} ranks:"
+            f" use one of {', '.join(map(str, fitting))}"
+        )
+    if not arch.is_moe and arch.ffn_size % tensor:
+        found.append(
+            f"{arch.ffn_size} rows of intermediate_size don't divide by parallel.tensor = {tensor}: use {_choices(arch.ffn_size)}"
+        )
     if parallel.sequence and tensor == 1:
         found.append("parallel.sequence needs parallel.tensor > 1: drop one of them")
     return found

@@ -78,6 +78,9 @@ class Policy(Protocol):
             TrainingError: before anything changed; or the step ended in its middle, and its message says so.
         """
 
+    def rest(self) -> None:
+        """Called before a wait of unknown length."""
+
     def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
         """Log-probs of the completions by the start model: float32[C] per sample, on every rank."""
 

@@ -114,6 +114,7 @@ class Learner:
         """Rank 0 waits for the coordinator as long as that takes; the others, in a collective with a limit, hear in between that there
         is nothing yet."""
         started, step = time.monotonic(), self.step + 1
+        self.policy.rest()
         within_s = None if self.world.size == 1 else self.config.wait_timeout_s / 4
         received: Received | NotYet | None = NotYet()
         while isinstance(received, NotYet):

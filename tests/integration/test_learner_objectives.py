@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM
 
 from common.errors import InvariantError, TrainingError
 from services.learner.config import ObjectiveConfig
-from services.learner.megatron import vocab
 from services.learner.packing import TrainSample
 from services.learner.updates import plan_updates
 
@@ -141,29 +140,6 @@ def test_the_gradient_is_the_same_on_two_ranks(tmp_path: Path, model: Path, samp
             assert found.keys() == expected.keys()
             for key, tensor in found.items():
                 torch.testing.assert_close(tensor, expected[key], rtol=1e-6, atol=1e-6, msg=f"{layout}: {name}: {key}")
-
-
-def test_log_probs_and_entropy_have_the_gradient_of_log_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocab, "ROWS", 4)  # several pieces, the last one smaller
-    generator = torch.Generator().manual_seed(0)
-    logits = (3 * torch.randn(11, 7, generator=generator, dtype=torch.float64)).requires_grad_()
-    labels = torch.randint(0, 7, (11,), generator=generator)
-    coefficients = torch.randn(2, 11, generator=generator, dtype=torch.float64)
-    log_p = logits.log_softmax(-1)
-    expected = log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-    for weight in (torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]), torch.tensor([0.7, -0.4])):
-        got = vocab.VocabParallelSoftmax.apply(logits * 1.0, labels, 0, None)
-        for value, truth in zip(got, expected, strict=True):
-            torch.testing.assert_close(value, truth)
-        slopes = [
-            torch.autograd.grad(
-                sum(w * (c * x).sum() for w, c, x in zip(weight, coefficients, pair, strict=True) if w),
-                logits,
-                retain_graph=True,
-            )[0]
-            for pair in (got, expected)
-        ]
-        torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-12)
 
 
 def test_the_start_model_stays_what_it_was_and_its_use_leaves_no_trace(model: Path) -> None:

@@ -43,7 +43,7 @@ def test_a_layout_that_fits_has_no_violations(arch: Architecture, options: dict,
     ("options", "world_size", "words"),
     [
         ({"tensor": 2, "context": 2}, 6, "world size 6 is not a multiple of .* = 4: start 4 ranks"),
-        ({"tensor": 4}, 4, "2 key-value heads .* parallel.tensor = 4: use one of 1, 2$"),
+        ({"tensor": 3}, 3, "4 attention heads in 2 groups .* parallel.tensor = 3 ranks: use one of 1, 2, 4$"),
         ({"pipeline": 3}, 3, "4 layers .* use one of 1, 2, 4, or set parallel.last_stage_layers = 2"),
         ({"pipeline": 3, "first_stage_layers": 1}, 3, "4 layers .* when first_stage_layers = 1"),
         ({"pipeline": 2, "first_stage_layers": 1, "last_stage_layers": 1}, 2, r"= 2 are not the model's 4 layers"),
@@ -63,8 +63,8 @@ def test_a_layout_that_does_not_fit_says_what_would(
 
 
 def test_all_violations_are_listed_at_once(arch: Architecture) -> None:
-    found = "\n".join(layout_violations(arch, ParallelConfig(tensor=4, pipeline=3), 8))
-    for words in ("world size 8", "2 key-value heads", "4 layers"):
+    found = "\n".join(layout_violations(arch, ParallelConfig(tensor=3, pipeline=3), 8))
+    for words in ("world size 8", "4 attention heads", "4 layers"):
         assert words in found
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from common.errors import TrainingError
 from services.learner.config import OptimizerConfig
-from services.learner.packing import TrainSample, add_columns, pack
+from services.learner.packing import Piece, TrainSample, add_columns, pack
 from services.learner.updates import check_samples, learning_rate, plan_updates
 
 
@@ -103,12 +103,12 @@ def test_columns_stand_where_the_loss_tokens_are() -> None:
         )
         for i, sample in enumerate(make_samples([2, 2]))
     ]
-    batch = add_columns(pack(samples, [3, 0, 2], alignment=8), samples)
+    batch = add_columns(pack(samples, [Piece((i,)) for i in (3, 0, 2)], alignment=8), samples)
     assert batch.slots[batch.loss_mask].tolist() == [0] * 4 + [1] + [2] * 3
     assert batch.start_logprobs[batch.loss_mask].tolist() == [30, 31, 32, 33, 0, 20, 21, 22]
     assert batch.reference_logprobs[batch.loss_mask].tolist() == [0, -1, -2, -3, 0, 0, -1, -2]
     assert not batch.start_logprobs[~batch.loss_mask].any()
-    plain = add_columns(pack(make_samples([2]), [0, 1]), make_samples([2]))
+    plain = add_columns(pack(make_samples([2]), [Piece((0,)), Piece((1,))]), make_samples([2]))
     assert plain.start_logprobs is None
     assert plain.reference_logprobs is None
 

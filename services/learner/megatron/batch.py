@@ -15,6 +15,8 @@ from torch import Tensor
 
 from services.learner.megatron.attention import PackedSequences
 from services.learner.megatron.rotary import Rotary
+from services.learner.megatron.segments import Segments
+from services.learner.megatron.vocab import LossRows
 from services.learner.packing import MicroBatch, pack
 
 
@@ -35,23 +37,34 @@ class DeviceBatch:
     reference_logprobs: Tensor | None
 
     @classmethod
-    def of(cls, batch: MicroBatch, rotary: Rotary, dtype: torch.dtype) -> DeviceBatch:
-        """Copies the arrays to the device of ``rotary``. ``dtype``: of the activations."""
+    def of(
+        cls,
+        batch: MicroBatch,
+        rotary: Rotary,
+        dtype: torch.dtype,
+        *,
+        vocab_size: int,
+        temperature: float,
+        entropy_gradient: bool,
+    ) -> DeviceBatch:
+        """Copies the arrays to the device of ``rotary``. ``dtype``: of the activations. The rest: see ``LossRows``."""
+        device = rotary.inv_freq.device
 
         def move(array: NDArray[Any]) -> Tensor:
-            return torch.from_numpy(array).to(device)
+            tensor = torch.from_numpy(array)
+            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
-        device = rotary.inv_freq.device
-        position_ids = move(batch.position_ids)
-        lengths = tuple(np.diff(batch.cu_seqlens).tolist())
+        position_ids, labels = move(batch.position_ids), move(batch.labels)
+        segments = Segments.of(move(batch.cu_seqlens), tuple(np.diff(batch.cu_seqlens).tolist()), batch.shared)
+        rows = LossRows(move(batch.loss_positions), labels, vocab_size, temperature, entropy_gradient)
         return cls(
             tokens=move(batch.tokens)[None],
             position_ids=position_ids[None],
-            labels=move(batch.labels),
+            labels=labels,
             loss_mask=move(batch.loss_mask),
             behaviour_logprobs=move(batch.behaviour_logprobs),
             advantages=move(batch.advantages),
-            packed=PackedSequences.of(move(batch.cu_seqlens), lengths, rotary.cos_sin(position_ids, dtype)),
+            packed=PackedSequences.of(segments, rotary.cos_sin(position_ids, dtype), rows),
             slots=torch.zeros(len(batch.labels), dtype=torch.int64, device=device)
             if batch.slots is None
             else move(batch.slots),
@@ -76,16 +89,13 @@ def even_out(batches: Sequence[MicroBatch], multiple: int, *, alignment: int, de
 
 
 def pad_to(batch: MicroBatch, length: int) -> MicroBatch:
-    """``batch`` with zeros up to ``length`` in every array of tokens; they are one more sequence, without loss tokens."""
-    short = len(batch.tokens)
-    if short == length:
+    """``batch`` with zeros up to ``length`` positions; they are one more segment."""
+    padding = length - len(batch.tokens)
+    if not padding:
         return batch
-    padding = length - short
-    changes: dict[str, Any] = {
-        field.name: np.concatenate([array, np.zeros(padding, array.dtype)])
-        for field in dataclasses.fields(batch)
-        if isinstance(array := getattr(batch, field.name), np.ndarray) and array.shape == (short,)
-    }
-    changes["position_ids"][short:] = np.arange(padding)
-    changes["cu_seqlens"] = np.append(batch.cu_seqlens, length).astype(batch.cu_seqlens.dtype)
-    return dataclasses.replace(batch, **changes)
+    return dataclasses.replace(
+        batch,
+        tokens=np.append(batch.tokens, np.zeros(padding, np.int64)),
+        position_ids=np.append(batch.position_ids, np.arange(padding)),
+        cu_seqlens=np.append(batch.cu_seqlens, length).astype(np.int32),
+    )

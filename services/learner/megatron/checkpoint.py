@@ -72,10 +72,9 @@ class Checkpointer:
 
     def __init__(self, model: BuiltModel, optimizer: Any, *, source: Path, timeout_s: float) -> None:
         self._model, self._optimizer, self._source = model, optimizer, source
-        timeout = timedelta(seconds=timeout_s)
-        # The writing threads agree over a group of their own, while the main threads use the others.
-        self._writers = dist.new_group(backend="gloo", timeout=timeout)
-        self._callers = dist.new_group(backend="gloo", timeout=timeout)
+        self._timeout = timedelta(seconds=timeout_s)
+        self._callers: Any = None
+        self._writers: Any = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
 
@@ -90,6 +89,7 @@ class Checkpointer:
         """
         if self._pending is not None:
             raise InvariantError(f"The checkpoint of step {self._pending[0]} is still being written.")
+        self._join_groups()
         started, partial, error = time.monotonic(), root / f"{PARTIAL_PREFIX}{step:08d}", None
         if dist.get_rank() == 0:
             try:
@@ -131,6 +131,11 @@ class Checkpointer:
     def close(self) -> None:
         """Leave what is not finished unfinished. The thread may still sit in a write; the process is about to end."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _join_groups(self) -> None:
+        """The writing threads agree over a group of their own, while the main threads use the others."""
+        if self._callers is None:
+            self._callers, self._writers = (dist.new_group(backend="gloo", timeout=self._timeout) for _ in range(2))
 
     def _agree(self, error: BaseException | None, step: int) -> None:
         """Raises on every rank where one has failed."""
@@ -286,21 +291,27 @@ def _fill_moments(optimizer: Any) -> None:
 
 
 def _load_optimizer(optimizer: Any, loaded: dict[Any, Any]) -> None:
-    """Megatron's loading, but for Adam's step: 0.16 wants one for each shard where it saved one for all."""
+    """Megatron's loading, but for Adam's step: it loses a step of 0, and for its shards 0.16 wants one each where it saved one for all."""
     inner = dict(_inner(optimizer))
-    if not inner or not optimizer.config.use_distributed_optimizer:
-        optimizer.load_state_dict(loaded)
-        _fill_moments(optimizer)
-        return
     states = [loaded] if len(optimizer.chained_optimizers) == 1 else [loaded[i] for i in sorted(loaded)]
     for chained, state in zip(optimizer.chained_optimizers, states, strict=True):
-        shards = state.pop("param_state")
-        chained.load_state_dict(state)
-        moments = inner[chained].state.values()
-        steps = [moment.pop("step") for moment in moments]
-        chained.load_parameter_state_from_fully_reshardable(shards)
-        for moment, step in zip(moments, steps, strict=True):
-            moment["step"] = step.clone()  # Megatron gives all the same tensor, which torch would advance once for each
+        if chained not in inner:
+            chained.load_state_dict(state)
+        elif optimizer.config.use_distributed_optimizer:
+            _load_shards(chained, inner[chained], state)
+        else:
+            state.get("optimizer", state)["state"].setdefault("common_step", torch.tensor(0.0))
+            chained.load_state_dict(state)
+
+
+def _load_shards(chained: Any, inner: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    shards = state.pop("param_state")
+    chained.load_state_dict(state)
+    moments = inner.state.values()
+    steps = [moment.pop("step") for moment in moments]
+    chained.load_parameter_state_from_fully_reshardable(shards)
+    for moment, step in zip(moments, steps, strict=True):
+        moment["step"] = step.clone()  # Megatron gives all the same tensor, which torch would advance once for each
 
 
 def _rng(model: BuiltModel) -> Any:
@@ -335,13 +346,18 @@ def _copied(value: Any) -> Any:
 
 def _read(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     try:
+        for name in (COMMON, ".metadata"):
+            (path / name).stat()
         with warnings.catch_warnings():
             # How Megatron calls torch.
             warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated|Please use DTensor instead")
             return dist_checkpointing.load(wanted, str(path), strict=StrictHandling.RAISE_UNEXPECTED)
     except UNREADABLE as error:
+        cause: Any = error
+        if isinstance(error, dcp.api.CheckpointException) and error.failures:
+            cause, _ = next(iter(error.failures.values()))  # of the first rank that failed
         raise ConfigError(
-            f"The checkpoint {path} is damaged or not whole: {type(error).__name__}: {str(error)[:500]}"
+            f"The checkpoint {path} is damaged or not whole: {type(cause).__name__}: {str(cause)[:500]}."
             " Move its folder away, and the run goes on from the one before it."
         ) from error
 

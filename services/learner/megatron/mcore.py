@@ -6,6 +6,8 @@ and torch's deprecations add more. Those messages, and no others, are silenced, 
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import warnings
 from typing import Any
 
@@ -13,6 +15,9 @@ with warnings.catch_warnings():
     for _message in (
         r"(Transformer Engine and )?Apex (is|are) not installed",
         r"`torch\.jit\.script(_method)?` is deprecated",
+        # 0.19:
+        r"absl\.logging is not installed",
+        r"MimoModelConfig is experimental",
         r"The following imports from `dynamic_context\.py` will be removed",
     ):
         warnings.filterwarnings("ignore", message=_message)
@@ -46,9 +51,9 @@ with warnings.catch_warnings():
         ColumnParallelLinear,
         RowParallelLinear,
         VocabParallelEmbedding,
+        gather_from_sequence_parallel_region,
         model_parallel_cuda_manual_seed,
         set_tensor_model_parallel_attributes,
-        vocab_parallel_cross_entropy,
     )
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
@@ -69,6 +74,9 @@ with warnings.catch_warnings():
         get_transformer_layer_offset,
     )
 
+    with contextlib.suppress(ImportError):
+        import megatron.core.models.mimo  # noqa: F401 (what 0.19 imports with its first optimizer, and warns of)
+
     try:
         import transformer_engine  # noqa: F401
 
@@ -77,6 +85,11 @@ with warnings.catch_warnings():
         HAVE_TRANSFORMER_ENGINE = False
         # Without Transformer Engine 0.16 leaves this name out, and its router asks for it all the same.
         moe_utils.te_general_gemm = None
+
+# 0.19 says at each model that GPTModel gives way to HybridModel. Both ends of our range have GPTModel.
+logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(
+    lambda record: "GPTModel IS DEPRECATED" not in record.getMessage()
+)
 
 
 def by_checkpoint_key(sharded_state_dict: Any) -> dict[str, list[Any]]:
@@ -125,6 +138,7 @@ __all__ = [
     "clip_grad_by_total_norm_fp32",
     "dist_checkpointing",
     "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
     "get_bias_dropout_add",
     "get_forward_backward_func",
     "get_megatron_optimizer",
@@ -137,5 +151,4 @@ __all__ = [
     "save_checkpoint_config",
     "save_preprocess",
     "set_tensor_model_parallel_attributes",
-    "vocab_parallel_cross_entropy",
 ]

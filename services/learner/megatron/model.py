@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import warnings
@@ -37,6 +38,7 @@ from services.learner.megatron.mcore import (
     set_tensor_model_parallel_attributes,
 )
 from services.learner.megatron.spec import Parts, block_spec, parts_for
+from services.learner.megatron.vocab import PolicyModel
 
 
 @dataclass(frozen=True)
@@ -152,9 +154,17 @@ def _join(device: torch.device, timeout: timedelta) -> None:
 
 
 def leave_layout() -> None:
-    """Forgets Megatron's groups, where they are; ``init_world`` may then cut the same world another way."""
+    """Ends Megatron's groups, where they are, and all others but the world; ``init_world`` may then cut it another way.
+
+    Megatron itself only forgets its groups. Those of gloo have threads each, which stay until the group is destroyed.
+    """
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        gc.collect()  # models refer to their groups, in circles
 
 
 def leave_world() -> None:
@@ -205,7 +215,7 @@ def _build_chunk(
 ) -> GPTModel:
     """Virtual stage ``v`` of this rank's ``num_chunks``."""
     vp_stage = v if num_chunks > 1 else None
-    return GPTModel(
+    return PolicyModel(
         config=config,
         transformer_layer_spec=block_spec(config, parts, vp_stage),
         vocab_size=arch.padded_vocab_size(ranks.tensor_size),
@@ -269,6 +279,7 @@ def transformer_config(
             add_qkv_bias=arch.qkv_bias,
             gated_linear_unit=True,
             activation_func=F.silu,
+            use_te_activation_func=True,  # that of the spec, which is ours
             hidden_dropout=0.0,
             attention_dropout=0.0,
             tensor_model_parallel_size=parallel.tensor,
@@ -357,6 +368,9 @@ def build_optimizer(config: LearnerConfig, model: BuiltModel) -> Any:
         list(model.ddps),
         use_gloo_process_groups=False,
     )
+    for group in optimizer.param_groups:
+        if "fused" in group:  # torch's AdamW: one pass over the moments rather than nine
+            group["fused"] = True
     if model.config.fp16:
         scale = LossScale.of(section, model.device)
         scale.share(optimizer)

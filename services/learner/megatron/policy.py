@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -35,16 +36,19 @@ from services.learner.megatron.checkpoint import Checkpointer
 from services.learner.megatron.loss_scale import apply_gradients, gradient_norm
 from services.learner.megatron.mcore import get_forward_backward_func
 from services.learner.megatron.model import build_model, build_optimizer, choose_device, init_world, needs_equal_lengths
+from services.learner.megatron.offload import DeviceMemory
 from services.learner.megatron.reference import ReferenceWeights
 from services.learner.megatron.rotary import Rotary
-from services.learner.megatron.vocab import logprobs_and_entropy
-from services.learner.packing import MicroBatch, TrainSample, add_columns, completion_slice, pack, plan_microbatches
+from services.learner.megatron.spec import LOCAL, parts_for
+from services.learner.packing import MicroBatch, TrainSample, add_columns, pack, plan_microbatches
 from services.learner.policy import StepStats
 from services.learner.token_statistics import MAX_NAMES, NUM_BINS, SUM_NAMES, TokenSums, Totals
 from services.learner.updates import check_samples, learning_rate, plan_updates
 
 # Key of ours in the record that a checkpoint carries for its caller.
 OPTIMIZER_STEPS = "policy.optimizer_steps"
+
+log = structlog.get_logger()
 
 
 class MegatronPolicy:
@@ -76,6 +80,13 @@ class MegatronPolicy:
             self.optimizer = build_optimizer(config, self.model)
         parameters = (parameter for _, parameter in self.model.named_parameters())
         self.reference = ReferenceWeights(parameters) if config.objective.has_reference else None
+        self.memory = DeviceMemory(
+            self.model.ddps,
+            self.optimizer,
+            offload_optimizer=config.optimizer.offload,
+            offload_while_waiting=config.offload_while_waiting,
+        )
+        self.memory.release_optimizer()
         self.rotary = Rotary.of(arch, self.device)
         self.checkpointer = Checkpointer(
             self.model, self.optimizer, source=self.model_path, timeout_s=config.wait_timeout_s
@@ -157,6 +168,7 @@ class MegatronPolicy:
     def _update(self, samples: Sequence[TrainSample], step: int, so_far: str, *, check_gap: bool) -> _Update:
         """One optimizer step. ``so_far``: what a failure leaves behind."""
         batches = self._local_batches(samples)
+        self.memory.need_gradients()
         with device_map.scope(self.device):
             for ddp in self.model.ddps:
                 ddp.zero_grad_buffer()
@@ -166,6 +178,7 @@ class MegatronPolicy:
                 raise TrainingError(f"The loss of step {step} is {totals.sums['loss']}; {so_far}.")
             if check_gap:
                 self._check_gap(totals.gap, step)
+            self.memory.need_optimizer()
             norm = gradient_norm(self.optimizer)  # none: float16 overflowed, and this step is skipped
             grad_norm = 0.0 if norm is None else norm
             if not math.isfinite(grad_norm):
@@ -176,6 +189,7 @@ class MegatronPolicy:
             if norm is not None:
                 apply_gradients(self.optimizer, norm)
                 self.optimizer_steps += 1
+            self.memory.release_optimizer()
         return _Update(totals, grad_norm, lr, len(batches) * self.ranks.data_size, overflowed=norm is None)
 
     def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
@@ -194,16 +208,18 @@ class MegatronPolicy:
         with device_map.scope(self.device):
             results = self._run_schedule(batches, self._logprob_forward, forward_only=True)
         if self.ranks.tensor == 0:
-            for batch, logprobs_T in zip(batches, results, strict=self.ranks.is_last_stage):
-                for i, first in zip(batch.sample_indices, batch.cu_seqlens.tolist(), strict=False):
-                    flat[bounds[i] : bounds[i + 1]] = logprobs_T[completion_slice(samples[i], first)]
+            for batch, logprobs_L in zip(batches, results, strict=self.ranks.is_last_stage):
+                rows = np.concatenate([np.arange(bounds[i], bounds[i + 1]) for i in batch.sample_indices] or [[]])
+                flat[torch.from_numpy(rows.astype(np.int64)).to(self.device)] = logprobs_L[: len(rows)]
         dist.all_reduce(flat)
         return [part.astype(np.float32) for part in np.split(flat.cpu().numpy(), bounds[1:-1])]
 
     def begin_checkpoint(self, root: Path, step: int, extra: dict[str, Any]) -> None:
         """Weights, optimizer and random states into ``root/step-XXXXXXXX``, in the background; see ``checkpoint``."""
+        self.memory.need_optimizer()
         with device_map.scope(self.device):
             self.checkpointer.begin(Path(root), step, {**extra, OPTIMIZER_STEPS: self.optimizer_steps})
+        self.memory.release_optimizer()
 
     def finish_checkpoint(self, *, wait: bool) -> int | None:
         """The step of a checkpoint that has become whole since the last call; see ``checkpoint``."""
@@ -211,13 +227,16 @@ class MegatronPolicy:
 
     def load_checkpoint(self, path: Path) -> tuple[int, dict[str, Any]]:
         """Goes on from the checkpoint folder ``path``, of any layout; returns (step, extra) as they were saved."""
+        self.memory.need_optimizer()
         with device_map.scope(self.device):
             step, extra = self.checkpointer.load(Path(path))
+        self.memory.release_optimizer()
         self.optimizer_steps = extra.pop(OPTIMIZER_STEPS, step)
         return step, extra
 
     def export_hf(self, target: Path) -> None:
         """Writes a Hugging Face model folder, with config and tokenizer of the model it started from; see ``export``."""
+        self.memory.need_weights()
         export.export_hf(Path(target), self.model_path, self.model)
 
     def plan_hf_tensors(self, dtype: torch.dtype | None = None) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -226,24 +245,43 @@ class MegatronPolicy:
 
     def iter_hf_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields (HF name, full tensor) of this stage in that order, on every tensor rank; see ``hf_weights``."""
+        self.memory.need_weights()
         return hf_weights.iter_hf_tensors(self.model, dtype)
+
+    def rest(self) -> None:
+        """Before a wait: weights, gradients and optimizer go to the host, where that is configured. Whoever needs them next gets them."""
+        freed = self.memory.rest()
+        if freed:
+            log.debug("offloaded", bytes=freed)
 
     def _local_batches(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
         plan = plan_microbatches(
-            [sample.length for sample in samples],
+            samples,
             max_tokens=self.config.max_tokens_per_microbatch,
             num_ranks=self.ranks.data_size,
             hidden_size=self.model.arch.hidden_size,
             alignment=self.alignment,
+            share_prefixes=self.config.share_prefixes == "auto" and parts_for(self.device) is LOCAL,
         )
-        packed = (pack(samples, indices, alignment=self.alignment) for indices in plan[self.ranks.data])
+        packed = (pack(samples, pieces, alignment=self.alignment) for pieces in plan[self.ranks.data])
         return [add_columns(batch, samples) for batch in packed]
+
+    def _to_device(self, batch: MicroBatch) -> DeviceBatch:
+        return DeviceBatch.of(
+            batch,
+            self.rotary,
+            self.model.config.params_dtype,
+            vocab_size=self.model.arch.vocab_size,
+            temperature=self.temperature,
+            entropy_gradient=self.config.objective.entropy_coef != 0.0,
+        )
 
     def _run_schedule(
         self, batches: Sequence[MicroBatch], forward: Callable[..., Any], *, forward_only: bool
     ) -> list[Any]:
         """Megatron's schedule over the micro-batches; returns what the loss functions recorded (last stage only)."""
         ddps, num_real = self.model.ddps, len(batches)
+        self.memory.need_weights()
         for ddp in ddps:
             ddp.train(not forward_only)
         seq_length = self.config.max_tokens_per_microbatch  # each micro-batch tells its own
@@ -251,8 +289,7 @@ class MegatronPolicy:
             multiple = self.ranks.pipeline_size if len(ddps) > 1 else 1
             batches = even_out(batches, multiple, alignment=self.alignment, device=self.device)
             seq_length = len(batches[0].tokens)
-        dtype = self.model.config.params_dtype
-        feeds = [(DeviceBatch.of(batch, self.rotary, dtype) for batch in batches) for _ in ddps]
+        feeds = [(self._to_device(batch) for batch in batches) for _ in ddps]
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=feeds if len(feeds) > 1 else feeds[0],
@@ -273,8 +310,8 @@ class MegatronPolicy:
         batch, output = self._forward(batches, model)
         return output, functools.partial(self._loss, batch)
 
-    def _loss(self, batch: DeviceBatch, logits: Tensor) -> tuple[Tensor, Tensor, TokenSums]:
-        logprobs_T, entropy_T = self._logprobs(batch, logits)
+    def _loss(self, batch: DeviceBatch, output: Tensor) -> tuple[Tensor, Tensor, TokenSums]:
+        logprobs_T, entropy_T = output
         inputs = LossInputs(
             logprobs_T=logprobs_T,
             behaviour_T=batch.behaviour_logprobs,
@@ -288,15 +325,11 @@ class MegatronPolicy:
         )
         return policy_loss(inputs, self.config.objective)
 
-    def _logprobs(self, batch: DeviceBatch, logits: Tensor) -> tuple[Tensor, Tensor]:
-        logits_Tv = logits.squeeze(0)  # not [0], whose gradient is copied into a tensor of zeros as large as the logits
-        return logprobs_and_entropy(logits_Tv, batch.labels, self.model.arch.vocab_size, temperature=self.temperature)
-
     def _logprob_forward(self, batches: Iterator[DeviceBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-        batch, output = self._forward(batches, model)
+        _, output = self._forward(batches, model)
 
-        def collect(logits: Tensor, non_loss_data: bool = True) -> Tensor:
-            return self._logprobs(batch, logits)[0]
+        def collect(output: Tensor, non_loss_data: bool = True) -> Tensor:
+            return output[0]
 
         return output, collect
 

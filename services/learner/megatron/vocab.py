@@ -1,98 +1,145 @@
-"""Log-probs and entropy from logits whose vocabulary is spread over the tensor ranks.
+"""Log-probs and entropy of completion tokens, from hidden states and an output weight that is cut over the tensor ranks.
 
-Legend: T = tokens of the micro-batch, v = rows of the padded vocabulary on this rank.
+The output layer is most of a small model's memory traffic and a good part of its flops, so it runs only at the positions that
+predict a completion token, and its softmax, log-prob, entropy and their gradients are one operation, which keeps one matrix.
+
+Legend: L = completion tokens of the micro-batch, T = its positions, v = rows of the padded vocabulary on this rank, c = hidden size.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from services.learner.megatron.mcore import parallel_state
+from common.errors import InvariantError
+from services.learner.megatron.mcore import GPTModel, gather_from_sequence_parallel_region, parallel_state
 
-# Far below any logit, and finite, so that 0 * it is 0.
-PADDED_LOGIT = -1e9
-# Rows handled at once, to bound the scratch memory: of what is as large as the logits, only the logits themselves are kept.
-ROWS = 1024
+# Far below any logit, and finite in every type, so that 0 * it is 0.
+PADDED_LOGIT = -6e4
+# Elements that one pass over rows handles, to bound its scratch memory: about a processor's cache, or little of a GPU's memory.
+CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}
 
 
-def logprobs_and_entropy(
-    logits_Tv: Tensor, labels_T: Tensor, vocab_size: int, *, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """(log-prob of each label, entropy in nats), float32[T], of ``softmax(logits / temperature)``; both with gradient.
+@dataclass(frozen=True)
+class LossRows:
+    """What is asked of the last pipeline stage. ``positions``: int64[L], rising. ``labels``: int64[L].
 
-    The columns that pad the vocabulary are masked: the engine has none. ``logits_Tv`` is overwritten.
+    ``vocab_size``: without the padding. Log-probs and entropy are of ``softmax(logits / temperature)``. Whether the entropy has
+    a gradient, which costs another logarithm of each probability: ``entropy_gradient``.
     """
-    logits_Tv = logits_Tv.float()
-    if temperature != 1.0:
-        logits_Tv = logits_Tv / temperature
-    rank, width = parallel_state.get_tensor_model_parallel_rank(), logits_Tv.shape[1]
-    real = vocab_size - rank * width
-    if real < width:
-        logits_Tv[:, max(real, 0) :] = PADDED_LOGIT
+
+    positions: Tensor
+    labels: Tensor
+    vocab_size: int
+    temperature: float = 1.0
+    entropy_gradient: bool = False
+
+
+class PolicyModel(GPTModel):
+    """Megatron's GPTModel, whose last stage returns float32[2, L]: log-prob and entropy of each completion token."""
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        rows: LossRows = packed_seq_params.rows
+        if self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        hidden_Lc = hidden_states.flatten(0, -2).index_select(0, rows.positions)
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        weight_vc = self.output_layer.weight if weight is None else weight
+        return torch.stack(logprobs_and_entropy(hidden_Lc, weight_vc, rows))
+
+
+def logprobs_and_entropy(hidden_Lc: Tensor, weight_vc: Tensor, rows: LossRows) -> tuple[Tensor, Tensor]:
+    """(log-prob of each label, entropy in nats), float32[L], the same on all tensor ranks.
+
+    The columns that pad the vocabulary are masked: the engine has none.
+    """
+    first = parallel_state.get_tensor_model_parallel_rank() * weight_vc.shape[0]
     group = parallel_state.get_tensor_model_parallel_group()
-    logprobs_T, entropy_T = VocabParallelSoftmax.apply(
-        logits_Tv, labels_T, rank * width, group if group.size() > 1 else None
+    logprobs_L, entropy_L = _LogProbs.apply(
+        hidden_Lc, weight_vc, rows.labels - first, rows.vocab_size - first, rows, group
     )
-    return logprobs_T, entropy_T
+    return logprobs_L, entropy_L
 
 
-class VocabParallelSoftmax(torch.autograd.Function):
-    """Log-probs of labels and the entropy of ``softmax(x)``, over the ranks of ``group``.
+class _LogProbs(torch.autograd.Function):
+    """With ``x = hidden @ weight.T / temperature``, ``p = softmax(x)``: ``log p[label]`` and ``H = -sum p log p``.
 
-    The buffer of ``x`` is all that is kept: ``log p`` takes its place in the forward pass, the gradient in the backward pass. So
-    the entropy costs no memory, and its gradient one multiplication more. For label y and entropy H,
-
-        d log p_y / d x_j = [j = y] - p_j        d H / d x_j = -p_j (log p_j + H)
-
-    as follows from ``H = -sum p log p``.
+    ``d log p[y] / dx_j = [j = y] - p_j`` and ``dH / dx_j = -p_j (log p_j + H)``. One matrix is kept, ``exp(x - max)`` in the
+    type of the weights; the backward overwrites it with the gradient of the logits.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_Tv: Tensor, labels_T: Tensor, first_row: int, group: Any) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)  # no gradient of the entropy without a bonus
-        columns_T = labels_T - first_row
-        here_T = (columns_T >= 0) & (columns_T < x_Tv.shape[1])
-        columns_T = torch.where(here_T, columns_T, 0)
-        entropy, logprobs = [], []
-        for rows, columns, here in zip(x_Tv.split(ROWS), columns_T.split(ROWS), here_T.split(ROWS), strict=True):
-            top = rows.amax(-1)
-            if group is not None:
-                dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-            rows.sub_(top[:, None])
-            weights = rows.exp()
-            label = torch.where(here, rows.gather(1, columns[:, None])[:, 0], 0.0)
-            # [3, rows]: the normalizer, the weighted sum of the shifted logits, and the label's on the rank that has it.
-            sums = torch.stack([weights.sum(-1), torch.einsum("tv,tv->t", weights, rows), label])
-            if group is not None:
-                dist.all_reduce(sums, group=group)
-            log_normalizer = sums[0].log()
-            rows.sub_(log_normalizer[:, None])
-            entropy.append(log_normalizer - sums[1] / sums[0])
-            logprobs.append(sums[2] - log_normalizer)
-        entropy_T = torch.cat(entropy)
-        ctx.save_for_backward(x_Tv.detach(), columns_T, here_T, entropy_T)
-        return torch.cat(logprobs), entropy_T
+    def forward(
+        ctx: Any, hidden_Lc: Tensor, weight_vc: Tensor, labels_L: Tensor, real: int, asked: LossRows, group: Any
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        temperature = asked.temperature
+        kept_Lv = hidden_Lc @ weight_vc.T
+        num_columns = kept_Lv.shape[1]
+        mine_L = (labels_L >= 0) & (labels_L < num_columns)
+        column_L = labels_L.clamp(0, num_columns - 1)
+        label_logit_L = kept_Lv.gather(1, column_L[:, None])[:, 0].to(_wide(kept_Lv)) / temperature
+        if real < num_columns:
+            kept_Lv[:, max(real, 0) :] = PADDED_LOGIT
+        top_L = kept_Lv.amax(-1).to(_wide(kept_Lv)) / temperature
+        if group.size() > 1:
+            dist.all_reduce(top_L, op=dist.ReduceOp.MAX, group=group)
+        # [3, L]: the normalizer, the weighted sum of the logits less their maximum, and the label's.
+        sums = torch.stack([torch.zeros_like(top_L)] * 2 + [torch.where(mine_L, label_logit_L - top_L, 0.0)])
+        for rows in _chunks(kept_Lv):
+            shifted = (kept_Lv[rows] / temperature if temperature != 1.0 else kept_Lv[rows]) - top_L[rows, None]
+            weights = shifted.exp()
+            sums[0, rows] = weights.sum(-1)
+            sums[1, rows] = torch.linalg.vecdot(weights, shifted)
+            kept_Lv[rows] = weights
+        if group.size() > 1:
+            dist.all_reduce(sums, group=group)
+        log_norm_L = sums[0].log()
+        entropy_L = log_norm_L - sums[1] / sums[0]
+        ctx.save_for_backward(hidden_Lc, weight_vc, mine_L, column_L, log_norm_L, entropy_L)
+        ctx.kept_Lv, ctx.temperature, ctx.group = kept_Lv, temperature, group
+        if not asked.entropy_gradient:
+            ctx.mark_non_differentiable(entropy_L)
+        return sums[2] - log_norm_L, entropy_L
 
     @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None
-    ) -> tuple[Tensor, None, None, None]:
-        log_p_Tv, columns_T, here_T, entropy_T = ctx.saved_tensors
-        own_T = torch.zeros_like(entropy_T) if grad_logprobs_T is None else grad_logprobs_T
-        for start in range(0, len(log_p_Tv), ROWS):
-            these = slice(start, start + ROWS)
-            rows, own = log_p_Tv[these], own_T[these]
-            p = rows.exp()
-            if grad_entropy_T is None:
-                torch.mul(p, -own[:, None], out=rows)
+    def backward(ctx: Any, dlogprobs_L: Tensor | None, dentropy_L: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        hidden_Lc, weight_vc, mine_L, column_L, log_norm_L, entropy_L = ctx.saved_tensors
+        grad_Lv, ctx.kept_Lv = ctx.kept_Lv, None
+        if grad_Lv is None:
+            raise InvariantError("The output layer's backward ran twice; the first one has overwritten what it kept.")
+        given_L = torch.zeros_like(log_norm_L) if dlogprobs_L is None else dlogprobs_L
+        inverse_L = (-log_norm_L).exp() / ctx.temperature
+        for rows in _chunks(grad_Lv):
+            kept = grad_Lv[rows]
+            factor = -(given_L * inverse_L)[rows, None]
+            if dentropy_L is not None:
+                # log p = log(kept) - log_norm; where kept is 0, so is the product.
+                log_p = kept.to(factor.dtype).clamp_min(1e-37).log() - log_norm_L[rows, None]
+                factor = factor - (dentropy_L * inverse_L)[rows, None] * (log_p + entropy_L[rows, None])
+            if kept.dtype is factor.dtype:
+                kept *= factor
             else:
-                rows.add_(entropy_T[these, None]).mul_(-grad_entropy_T[these, None]).sub_(own[:, None]).mul_(p)
-            places = torch.arange(len(rows), device=rows.device), columns_T[these]
-            rows[places] += torch.where(here_T[these], own, 0.0)  # deterministic on GPUs, too, unlike scatter_add_
-        return log_p_Tv, None, None, None
+                grad_Lv[rows] = kept.to(factor.dtype) * factor
+        at_label_L = torch.where(mine_L, given_L / ctx.temperature, 0.0).to(grad_Lv.dtype)
+        each_L = torch.arange(len(column_L), device=column_L.device)
+        grad_Lv[each_L, column_L] += at_label_L  # one element of each row: deterministic also on GPUs
+        dhidden_Lc = grad_Lv @ weight_vc
+        if ctx.group.size() > 1:
+            dist.all_reduce(dhidden_Lc, group=ctx.group)
+        return dhidden_Lc, grad_Lv.T @ hidden_Lc, None, None, None, None
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
+
+
+def _chunks(matrix: Tensor) -> list[slice]:
+    step = max(CHUNK_ELEMENTS.get(matrix.device.type, 2**22) // matrix.shape[1], 1)
+    return [slice(start, start + step) for start in range(0, matrix.shape[0], step)]

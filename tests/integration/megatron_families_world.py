@@ -1,0 +1,69 @@
+"""One rank of a world, started by torchrun from test_megatron_families.py: one model after another, each in a layout of its own.
+
+python -m torch.distributed.run --standalone --nproc-per-node 4 megatron_families_world.py LAYOUTS.json OUT
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from megatron_world import make_samples
+
+from services.learner.config import LearnerConfig
+from services.learner.megatron.model import leave_world
+from services.learner.megatron.policy import MegatronPolicy
+
+
+def see(model: Path, parallel: dict, export: Path, *, trains: bool) -> dict:
+    """Log-probs before and, where it trains, after one step; the step's loss and gradient norm; the names that it sends."""
+    config = LearnerConfig.model_validate(
+        {
+            "max_tokens_per_microbatch": 64,
+            "logprob_gap_alarm": None,
+            "parallel": parallel,
+            "optimizer": {"lr": 1e-3, "clip_grad_norm": 1e9},
+        }
+    )
+    policy = MegatronPolicy(config, model, seed=0, deterministic=True)
+    samples = make_samples(policy.model.arch.vocab_size, num_samples=8)
+    seen: dict = {"logprobs": [part.tolist() for part in policy.logprobs(samples)]}
+    sent = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in policy.iter_hf_tensors()]
+    assert sent == policy.plan_hf_tensors()
+    seen["sender_of"] = {str(policy.stage): [name for name, _, _ in sent]} if policy.is_sender else {}
+    policy.export_hf(export)
+    if trains:
+        stats = policy.train_step(samples, total_steps_done=0)
+        seen["step"] = [stats.loss, stats.grad_norm]
+        seen["after"] = [part.tolist() for part in policy.logprobs(samples)]
+    return seen
+
+
+def join(store: dist.Store, layout: int) -> None:
+    """A process group of its own for each layout.
+
+    Megatron leaves its groups to the process group, and every gloo group of an old layout has a thread that wakes up 100 times a
+    second: with ten layouts that is most of what four processes do.
+    """
+    leave_world()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"layout{layout}", store), rank=rank, world_size=size)
+
+
+def main() -> None:
+    layouts, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    store, _, _ = next(iter(dist.rendezvous("env://")))
+    seen = {}
+    for i, layout in enumerate(layouts):
+        join(store, i)
+        for name, case in layout["cases"].items():
+            seen[name] = see(Path(case["model"]), layout["parallel"], out / name / "export", trains=case["trains"])
+    (out / f"rank{os.environ['RANK']}.json").write_text(json.dumps(seen))
+    leave_world()
+
+
+if __name__ == "__main__":
+    main()
