@@ -19,6 +19,7 @@ from services.learner.megatron.mcore import (
     AttnMaskType,
     ColumnParallelLinear,
     IdentityOp,
+    MegatronModule,
     MLPSubmodules,
     ModuleSpec,
     MoELayer,
@@ -82,11 +83,11 @@ class _RMSNorm(torch.autograd.Function):
         return dx.to(grad.dtype), by_column.sum(0).to(weight.dtype), None
 
 
-class SwiGLU(torch.nn.Module):
+class SwiGLU(MegatronModule):
     """``silu(gate) * up`` of the two halves of the last dimension: Shazeer 2020, arXiv:2002.05202, equation 6."""
 
     def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
+        super().__init__(config=config)  # a module of Megatron's: its checkpoints ask every one for its (no) tensors
 
     def forward(self, gate_up: Tensor) -> Tensor:
         """[..., 2 f] to [..., f]."""
