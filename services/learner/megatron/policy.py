@@ -196,6 +196,7 @@ class MegatronPolicy:
         """As ``logprobs``, by the start model. Only with ``objective.kl_coef`` over 0."""
         if self.reference is None:
             raise InvariantError("The start model's weights are only kept where objective.kl_coef is over 0.")
+        self.memory.need_weights()
         with self.reference.in_place():
             return self.logprobs(samples)
 
