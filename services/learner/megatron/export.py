@@ -76,7 +76,7 @@ def plan_files(
 
 
 def _write_stage(folder: Path, files: dict[str, str], dtypes: Mapping[str, torch.dtype], model: BuiltModel) -> None:
-    writes = model.ranks.tensor == 0 and model.ranks.data == 0
+    writes = model.ranks.tensor == 0 and model.ranks.is_first_copy
     pending: dict[str, Tensor] = {}
     current = ""
     for name, tensor in iter_hf_tensors(model, dtypes):

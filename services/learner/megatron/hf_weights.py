@@ -74,7 +74,7 @@ def takes_part(model: BuiltModel) -> bool:
 
     Copies of it in other data-parallel ranks are not, unless they hold other experts.
     """
-    return model.ranks.data == 0 or WeightGroups.current().expert.size > 1
+    return model.ranks.is_first_copy or WeightGroups.current().expert.size > 1
 
 
 @torch.no_grad()
