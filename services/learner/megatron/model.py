@@ -59,11 +59,6 @@ class Ranks:
     expert_tensor_size: int = 1
 
     @property
-    def is_first_copy(self) -> bool:
-        """Whether this rank is of the first of the equal copies of the model (but for experts, which may be spread over them)."""
-        return self.data == 0 and self.context == 0
-
-    @property
     def is_last_stage(self) -> bool:
         """Whether this rank computes the loss."""
         return self.pipeline == self.pipeline_size - 1

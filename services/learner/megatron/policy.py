@@ -102,7 +102,7 @@ class MegatronPolicy:
     @property
     def is_sender(self) -> bool:
         """Whether this rank sends its pipeline stage's weights to the engines: one rank per stage does."""
-        return self.ranks.tensor == 0 and self.ranks.is_first_copy
+        return hf_weights.is_sender(self.ranks)
 
     @property
     def stage(self) -> int:
@@ -204,6 +204,7 @@ class MegatronPolicy:
         """As ``logprobs``, by the start model. Only with ``objective.kl_coef`` over 0."""
         if self.reference is None:
             raise InvariantError("The start model's weights are only kept where objective.kl_coef is over 0.")
+        self.memory.need_weights()
         with self.reference.in_place():
             return self.logprobs(samples)
 
