@@ -175,9 +175,7 @@ def test_a_checkpoint_does_not_change_the_start_model(tmp_path: Path, model: Pat
 
 
 def test_the_start_model_finds_weights_that_were_offloaded(model: Path) -> None:
-    policy = make_training_policy(
-        model, optimizer={"lr": 1e-2}, objective={"kl_coef": 0.1}, offload_while_waiting=True
-    )
+    policy = make_training_policy(model, optimizer={"lr": 1e-2}, objective={"kl_coef": 0.1}, offload_while_waiting=True)
     samples = make_samples(VOCAB_SIZE, num_samples=3)
     first = policy.logprobs(samples)
     policy.train_step(samples, total_steps_done=0)
