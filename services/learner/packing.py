@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from common.errors import ConfigError
 
-# What the second part of a shared piece's attention costs beyond its flops (calls, the merge), in tokens: see bench/results/learner.md.
-SHARING_OVERHEAD = 16.0
+# What the second part of a shared piece's attention costs beyond its flops (calls, the merge), in tokens for each suffix: see
+# bench/results/learner.md.
+SHARING_OVERHEAD = 4.0
 # Into how many pieces a group is cut, tried one after the other.
 GROUP_CUTS = (1, 2, 3, 4, 6, 8, 12, 16)
 
@@ -119,17 +120,19 @@ def piece_cost(prefix: int, suffixes: Sequence[int], *, hidden_size: int) -> flo
     """Estimated cost of one prefix and the suffixes that go on from it, in tokens.
 
     A suffix of s tokens behind p costs what a sequence of p + s does, less one of p: ``s + (s^2 + 2 p s) / (12 h)``. With no
-    prefix this is the sum of ``sequence_cost``. Sharing adds ``SHARING_OVERHEAD``.
+    prefix this is the sum of ``sequence_cost``. Sharing adds ``SHARING_OVERHEAD`` for each suffix.
     """
     whole = sum(sequence_cost(prefix + suffix, hidden_size=hidden_size) for suffix in suffixes)
     if not prefix:
         return whole
-    return whole - (len(suffixes) - 1) * sequence_cost(prefix, hidden_size=hidden_size) + SHARING_OVERHEAD
+    return (
+        whole - (len(suffixes) - 1) * sequence_cost(prefix, hidden_size=hidden_size) + SHARING_OVERHEAD * len(suffixes)
+    )
 
 
 def sharing_pays(prefix: int, num_suffixes: int, *, hidden_size: int) -> bool:
     """Whether the prefixes that are saved cost more than the second part of the attention does."""
-    return (num_suffixes - 1) * sequence_cost(prefix, hidden_size=hidden_size) > SHARING_OVERHEAD
+    return (num_suffixes - 1) * sequence_cost(prefix, hidden_size=hidden_size) > SHARING_OVERHEAD * num_suffixes
 
 
 def plan_microbatches(

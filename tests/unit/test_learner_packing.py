@@ -199,7 +199,7 @@ def test_groups_of_the_same_prompt_are_found_wherever_they_stand() -> None:
 def test_a_shared_piece_costs_what_its_samples_do_less_the_prefixes_that_are_saved() -> None:
     """By hand, with 12 h = 100: alone 2 * (30 + 9) = 78; shared 20 + 4 once, then 10 + (100 + 400) / 100 = 15 twice."""
     assert piece_cost(0, [30, 30], hidden_size=100 / 12) == pytest.approx(78)
-    assert piece_cost(20, [10, 10], hidden_size=100 / 12) == pytest.approx(24 + 15 + 15 + SHARING_OVERHEAD)
+    assert piece_cost(20, [10, 10], hidden_size=100 / 12) == pytest.approx(24 + 15 + 15 + 2 * SHARING_OVERHEAD)
 
 
 def test_sharing_pays_for_long_prompts_of_several_samples_only() -> None:

@@ -99,7 +99,7 @@ class MegatronPolicy:
     @property
     def is_sender(self) -> bool:
         """Whether this rank sends its pipeline stage's weights to the engines: one rank per stage does."""
-        return self.ranks.tensor == 0 and self.ranks.data == 0
+        return hf_weights.is_sender(self.ranks)
 
     @property
     def stage(self) -> int:

@@ -19,7 +19,6 @@ from services.learner.megatron.mcore import (
     AttnMaskType,
     ColumnParallelLinear,
     IdentityOp,
-    MegatronModule,
     MLPSubmodules,
     ModuleSpec,
     MoELayer,
@@ -83,13 +82,16 @@ class _RMSNorm(torch.autograd.Function):
         return dx.to(grad.dtype), by_column.sum(0).to(weight.dtype), None
 
 
-class SwiGLU(MegatronModule):
-    """``silu(gate) * up`` of the two halves of the last dimension: Shazeer 2020, arXiv:2002.05202, equation 6."""
+class SwiGLU:
+    """``silu(gate) * up`` of the two halves of the last dimension: Shazeer 2020, arXiv:2002.05202, equation 6.
+
+    Not a torch module: it has no state, and Megatron asks every module of an MLP for its part of a checkpoint.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config=config)  # a module of Megatron's: its checkpoints ask every one for its (no) tensors
+        """Megatron's builder passes its config; nothing of it is needed."""
 
-    def forward(self, gate_up: Tensor) -> Tensor:
+    def __call__(self, gate_up: Tensor) -> Tensor:
         """[..., 2 f] to [..., f]."""
         out: Tensor = _SwiGLU.apply(gate_up)
         return out
