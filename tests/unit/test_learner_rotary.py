@@ -86,6 +86,7 @@ def test_the_examples_of_the_docstrings_hold() -> None:
         ({"type": "linear"}, "lacks factor"),
         ({"rope_type": "llama3", "factor": 8.0}, "lacks high_freq_factor, low_freq_factor"),
         ({"rope_type": "yarn"}, "lacks factor"),
+        (LLAMA3 | {"low_freq_factor": 4.0}, "needs high_freq_factor > low_freq_factor"),
         ({"rope_type": "default", "mrope_section": [2, 3, 3]}, "does not apply mrope_section"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "does not apply partial_rotary_factor"),
     ],
