@@ -188,7 +188,9 @@ def run_all(
                     if path.exists():
                         continue
                     started, partial = time.perf_counter(), path.with_suffix(".partial")
-                    with partial.open("w") as file:
+                    with partial.open(
+                        "x"
+                    ) as file:  # not one that another process is at, or left behind: delete it then
                         for row in Study(objective, k, seed, pool).steps(num_steps):
                             file.write(json.dumps(row) + "\n")
                             file.flush()

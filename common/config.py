@@ -92,7 +92,7 @@ def validate(model: type[M], data: dict[str, Any], *, source: str) -> M:
 
 def _say(model: type[BaseModel], item: Any) -> str:
     if item["type"] != "extra_forbidden":
-        return str(item["msg"])
+        return str(item["msg"]).removeprefix("Value error, ")
     known = ", ".join(sorted(_section_keys(model, item["loc"][:-1])))
     return f"unknown key. Known here: {known}" if known else "unknown key"
 

@@ -13,6 +13,8 @@ from common.errors import ConfigError
 Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 # What each kind of rotary scaling reads of its parameters, beside its kind and theta.
 ROPE_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
@@ -110,6 +112,13 @@ def read_architecture(model_path: Path) -> Architecture:
         return _parse(family, raw, path)
     except KeyError as error:
         raise ConfigError(f"{path} lacks the key {error}.") from None
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        ZeroDivisionError,
+    ) as error:  # a value of another kind than its key's
+        raise ConfigError(f"{path} has a value that can't be: {error}.") from None
 
 
 def _parse(family: Family, raw: dict[str, Any], path: Path) -> Architecture:
@@ -119,6 +128,9 @@ def _parse(family: Family, raw: dict[str, Any], path: Path) -> Architecture:
     head_dim = raw.get("head_dim") or default_head_dim
     if head_dim % 2:
         raise ConfigError(f"{path}: heads of {head_dim} dimensions have no rotary pairs; their number must be even.")
+    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    if dtype not in DTYPES:
+        raise ConfigError(f"{path}: weights of the dtype {dtype!r} can't be trained; {', '.join(DTYPES)} can.")
     return Architecture(
         family=family,
         num_layers=raw["num_hidden_layers"],
@@ -134,7 +146,7 @@ def _parse(family: Family, raw: dict[str, Any], path: Path) -> Architecture:
         tied_embeddings=raw.get("tie_word_embeddings", False),
         qkv_bias=family == "qwen2",
         qk_norm=family in ("qwen3", "qwen3_moe"),
-        dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        dtype=dtype,
         **(_experts(raw, path) if family == "qwen3_moe" else {}),
     )
 
@@ -191,6 +203,8 @@ def _rope(raw: dict[str, Any], path: Path) -> Rope:
     needed = needed - {"original_max_position_embeddings"}
     if missing := sorted(needed - given.keys()):
         raise ConfigError(f"{path}: its rotary scaling {parameters} lacks {', '.join(missing)}.")
+    if kind == "llama3" and given["high_freq_factor"] <= given["low_freq_factor"]:
+        raise ConfigError(f"{path}: its rotary scaling {parameters} needs high_freq_factor > low_freq_factor.")
     return Rope(
         kind=kind,
         theta=theta,

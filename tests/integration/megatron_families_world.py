@@ -5,21 +5,43 @@ python -m torch.distributed.run --standalone --nproc-per-node 4 megatron_familie
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
 from megatron_world import make_samples
+from torch import Tensor
 
 from services.learner.config import LearnerConfig
+from services.learner.megatron.hf_files import Region, StoredTensor
 from services.learner.megatron.model import leave_world
 from services.learner.megatron.policy import MegatronPolicy
 
 
+@contextlib.contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """The number of values in each region that is read from a checkpoint."""
+    counts: list[int] = []
+    read = StoredTensor.read
+
+    def count(stored: StoredTensor, region: Region) -> Tensor:
+        part = read(stored, region)
+        counts.append(part.numel())
+        return part
+
+    StoredTensor.read = count  # type: ignore[method-assign]
+    try:
+        yield counts
+    finally:
+        StoredTensor.read = read  # type: ignore[method-assign]
+
+
 def see(model: Path, parallel: dict, export: Path, *, trains: bool) -> dict:
-    """Log-probs before and, where it trains, after one step; the step's loss and gradient norm; the names that it sends."""
+    """Log-probs before and, where it trains, after one step; the step's loss and gradient norm; the names that it sends, the values that it read."""
     config = LearnerConfig.model_validate(
         {
             "max_tokens_per_microbatch": 64,
@@ -28,9 +50,11 @@ def see(model: Path, parallel: dict, export: Path, *, trains: bool) -> dict:
             "optimizer": {"lr": 1e-3, "clip_grad_norm": 1e9},
         }
     )
-    policy = MegatronPolicy(config, model, seed=0, deterministic=True)
+    with counted_reads() as reads:
+        policy = MegatronPolicy(config, model, seed=0, deterministic=True)
     samples = make_samples(policy.model.arch.vocab_size, num_samples=8)
     seen: dict = {"logprobs": [part.tolist() for part in policy.logprobs(samples)]}
+    seen["read"], seen["held"] = sum(reads), sum(p.numel() for _, p in policy.model.named_parameters())
     sent = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in policy.iter_hf_tensors()]
     assert sent == policy.plan_hf_tensors()
     seen["sender_of"] = {str(policy.stage): [name for name, _, _ in sent]} if policy.is_sender else {}

@@ -174,6 +174,19 @@ def test_a_checkpoint_does_not_change_the_start_model(tmp_path: Path, model: Pat
         np.testing.assert_array_equal(got, expected)
 
 
+def test_the_start_model_finds_weights_that_were_offloaded(model: Path) -> None:
+    policy = make_training_policy(model, optimizer={"lr": 1e-2}, objective={"kl_coef": 0.1}, offload_while_waiting=True)
+    samples = make_samples(VOCAB_SIZE, num_samples=3)
+    first = policy.logprobs(samples)
+    policy.train_step(samples, total_steps_done=0)
+    moved = policy.logprobs(samples)
+    policy.rest()
+    for got, expected in zip(policy.reference_logprobs(samples), first, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    for got, expected in zip(policy.logprobs(samples), moved, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
 def test_without_a_kl_no_start_model_is_kept(model: Path) -> None:
     policy = make_training_policy(model)
     samples = make_samples(VOCAB_SIZE, num_samples=2)

@@ -57,6 +57,7 @@ LAYOUTS = {
     "pipeline": Layout(2, "llama-tied", {"pipeline": 2}),
     "pipeline-virtual": Layout(2, "llama-tied", {"pipeline": 2, "virtual_stages": 2}),
     "pipeline-uneven": Layout(2, "qwen2", {"pipeline": 2, "first_stage_layers": 1}),
+    "context": Layout(2, "qwen2", {"context": 2}),
     "data": Layout(2, "llama-tied"),
     "data-distributed-optimizer": Layout(2, "llama", optimizer={"distributed": True}),
     "recompute-full": Layout(2, "llama", {"tensor": 2}, recompute={"granularity": "full"}),
@@ -75,6 +76,7 @@ LAYOUTS = {
     "pipeline-virtual-data": Layout(
         4, "llama-tied", {"pipeline": 2, "virtual_stages": 2}, optimizer={"distributed": True}
     ),
+    "context-tensor-sequence": Layout(4, "qwen3-moe", {"context": 2, "tensor": 2, "sequence": True}),
     "expert-tensor-sequence": Layout(4, "qwen3-moe", {"tensor": 2, "sequence": True, "expert": 2}),
     "expert-pipeline": Layout(4, "qwen3-moe", {"pipeline": 2, "expert": 2}, optimizer={"distributed": True}),
 }

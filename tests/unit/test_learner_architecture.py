@@ -56,6 +56,10 @@ def test_a_config_of_transformers_4_and_of_5_give_the_same_shape(tmp_path: Path)
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
         ({"head_dim": 33}, "33 dimensions"),
+        ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn.*float32, bfloat16, float16 can"),
+        ({"num_attention_heads": 0}, "value that can't be"),
+        ({"hidden_size": "wide"}, "value that can't be"),
+        ({"rope_scaling": [1, 2]}, "value that can't be"),
     ],
 )
 def test_what_the_learner_would_not_apply_is_refused(tmp_path: Path, changes: dict, words: str) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from services.learner.megatron.context import context_attention
 from services.learner.megatron.mcore import MegatronModule, PackedSeqParams, TransformerConfig
+from services.learner.megatron.rotary import rotate
 from services.learner.megatron.segments import SegmentAttention, Segments
 from services.learner.megatron.vocab import LossRows
 
@@ -65,6 +67,10 @@ class PackedAttention(MegatronModule):
         """Returns [T, h * d]. The mask is ignored: the packing says what each token attends to."""
         assert packed_seq_params.segments is not None
         assert packed_seq_params.cos_sin is not None
+        assert packed_seq_params.rows is not None
+        if (cut := packed_seq_params.rows.cut) is not None:
+            query_Thd, key_Tgd = (rotate(x, packed_seq_params.cos_sin) for x in (query_Thd, key_Tgd))
+            return context_attention(query_Thd, key_Tgd, value_Tgd, cut, self.scale).flatten(1)
         cos, sin = packed_seq_params.cos_sin
         out = SegmentAttention.apply(query_Thd, key_Tgd, value_Tgd, cos, sin, packed_seq_params.segments, self.scale)
         return out.flatten(1)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.learner.megatron.attention import PackedSequences
+from services.learner.megatron.context import ContextCut
 from services.learner.megatron.rotary import Rotary
 from services.learner.megatron.segments import Segments
 from services.learner.megatron.vocab import LossRows
@@ -46,19 +47,30 @@ class DeviceBatch:
         vocab_size: int,
         temperature: float,
         entropy_gradient: bool,
+        context: tuple[int, int] = (0, 1),
     ) -> DeviceBatch:
-        """Copies the arrays to the device of ``rotary``. ``dtype``: of the activations. The rest: see ``LossRows``."""
+        """Copies the arrays to the device of ``rotary``. ``dtype``: of the activations. The rest: see ``LossRows``.
+
+        ``context``: this rank of so many that share the positions of an aligned ``batch``; the arrays of rows are whole all the same.
+        """
         device = rotary.inv_freq.device
 
         def move(array: NDArray[Any]) -> Tensor:
             tensor = torch.from_numpy(array)
             return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
-        position_ids, labels = move(batch.position_ids), move(batch.labels)
+        labels, cut = move(batch.labels), None
+        if context[1] > 1:
+            cut = ContextCut.of(batch, *context, device)
+        mine = slice(None) if cut is None else cut.positions
+        position_ids = move(batch.position_ids[mine])
         segments = Segments.of(move(batch.cu_seqlens), tuple(np.diff(batch.cu_seqlens).tolist()), batch.shared)
-        rows = LossRows(move(batch.loss_positions), labels, vocab_size, temperature, entropy_gradient)
+        loss_positions, loss_labels = move(batch.loss_positions), labels
+        if cut is not None:
+            loss_positions, loss_labels = cut.row_positions, labels[cut.rows] if len(cut.rows) else labels[:1]
+        rows = LossRows(loss_positions, loss_labels, vocab_size, temperature, entropy_gradient, cut)
         return cls(
-            tokens=move(batch.tokens)[None],
+            tokens=move(batch.tokens[mine])[None],
             position_ids=position_ids[None],
             labels=labels,
             loss_mask=move(batch.loss_mask),

@@ -36,6 +36,7 @@ from torch import Tensor
 from common.errors import ConfigError, InvariantError
 from services.learner.checkpoints import PARTIAL_PREFIX, CheckpointError, step_folder
 from services.learner.megatron.mcore import (
+    CHECKPOINT_LOAD_WARNINGS,
     CheckpointingConfig,
     CheckpointingException,
     MCoreSavePlanner,
@@ -350,7 +351,7 @@ def _read(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
             (path / name).stat()
         with warnings.catch_warnings():
             # How Megatron calls torch.
-            warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated|Please use DTensor instead")
+            warnings.filterwarnings("ignore", message=CHECKPOINT_LOAD_WARNINGS)
             return dist_checkpointing.load(wanted, str(path), strict=StrictHandling.RAISE_UNEXPECTED)
     except UNREADABLE as error:
         cause: Any = error

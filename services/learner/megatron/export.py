@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,10 +14,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from common.errors import ConfigError
 from services.learner.architecture import Architecture
 from services.learner.megatron.hf_files import DTYPES, INDEX_FILE, SINGLE_FILE, open_weights
-from services.learner.megatron.hf_names import hf_shape, stage_entries
-from services.learner.megatron.hf_weights import iter_hf_tensors, sent_names, takes_part
+from services.learner.megatron.hf_names import all_entries, hf_shape, stage_entries
+from services.learner.megatron.hf_weights import is_sender, iter_hf_tensors, sent_names, takes_part
 from services.learner.megatron.model import BuiltModel
 
 # Bytes of weights per file, and so the most that one rank holds beside its model.
@@ -30,12 +32,9 @@ def export_hf(target: Path, source: Path, model: BuiltModel, *, shard_bytes: int
 
     Each pipeline stage writes its own layers, shard by shard. ``source``: the folder the policy was loaded from. Experts are
     written one by one, as the hub's models have them, also where ``source`` has them stacked.
-
-    Raises:
-        ConfigError: the weights in ``source`` can't be read any more.
     """
     partial = target.with_name(f".partial-{target.name}")
-    dtypes = stored_dtypes(source)
+    dtypes = stored_dtypes(source, model.arch)
     files = plan_files(model.arch, model.layers, dtypes, shard_bytes)
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
@@ -51,14 +50,18 @@ def export_hf(target: Path, source: Path, model: BuiltModel, *, shard_bytes: int
     dist.barrier()
 
 
-def stored_dtypes(source: Path) -> dict[str, torch.dtype]:
-    """The dtype of each tensor of a model folder; what config.json says of it may differ."""
-    with open_weights(source) as stored:
-        return {name: DTYPES[tensor.dtype] for name, tensor in stored.items() if tensor.dtype in DTYPES}
+def stored_dtypes(source: Path, arch: Architecture) -> dict[str, torch.dtype]:
+    """The dtype of each tensor in a model folder; that of its config.json where the weights are gone."""
+    dtypes = dict.fromkeys(sent_names(all_entries(arch)), getattr(torch, arch.dtype))
+    with contextlib.suppress(ConfigError), open_weights(source) as stored:
+        dtypes |= {
+            name: DTYPES[stored[name].dtype] for name in dtypes.keys() & stored.keys()
+        }  # as checked when it was loaded
+    return dtypes
 
 
 def plan_files(
-    arch: Architecture, layers: Sequence[Sequence[range]], dtypes: Mapping[str, torch.dtype], shard_bytes: int
+    arch: Architecture, layers: tuple[tuple[range, ...], ...], dtypes: Mapping[str, torch.dtype], shard_bytes: int
 ) -> dict[str, str]:
     """HF name -> file name, over all stages, in the order of writing; ``model.safetensors`` alone where one file holds all."""
     files: dict[str, str] = {}
@@ -76,7 +79,6 @@ def plan_files(
 
 
 def _write_stage(folder: Path, files: dict[str, str], dtypes: Mapping[str, torch.dtype], model: BuiltModel) -> None:
-    writes = model.ranks.tensor == 0 and model.ranks.data == 0
     pending: dict[str, Tensor] = {}
     current = ""
     for name, tensor in iter_hf_tensors(model, dtypes):
@@ -84,7 +86,7 @@ def _write_stage(folder: Path, files: dict[str, str], dtypes: Mapping[str, torch
             save_file(pending, folder / current, metadata={"format": "pt"})
             pending = {}
         current = files[name]
-        if writes:
+        if is_sender(model.ranks):
             pending[name] = tensor.cpu().contiguous()
     if pending:
         save_file(pending, folder / current, metadata={"format": "pt"})

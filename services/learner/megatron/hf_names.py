@@ -7,6 +7,7 @@ both directions follow from it. Nothing here talks to another rank or reads a fi
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -103,9 +104,12 @@ def layer_entries(arch: Architecture, num_expert_ranks: int) -> Iterator[Entry]:
             yield Entry(megatron, tuple(name.replace("{e}", str(e)) for name in entry.hf), entry.kind, e // per_rank)
 
 
+@functools.lru_cache(
+    maxsize=8
+)  # 25,000 entries where a model has 94 layers of 128 experts, and each update asks for them
 def stage_entries(
-    arch: Architecture, layers: Sequence[Sequence[range]], stage: int, num_expert_ranks: int = 1
-) -> list[Entry]:
+    arch: Architecture, layers: tuple[tuple[range, ...], ...], stage: int, num_expert_ranks: int = 1
+) -> tuple[Entry, ...]:
     """The parameters of a pipeline stage, over all its expert-parallel ranks, in the order in which tensors are sent.
 
     ``layers``: as in ``BuiltModel``. A name is ``CHUNK.name-in-the-chunk``. The last stage of a tied model has its own copy of the
@@ -125,10 +129,10 @@ def stage_entries(
             entries.append(_of_chunk(last, HEAD))
         elif len(layers) > 1:
             entries.append(_of_chunk(last, TIED_HEAD))
-    return entries
+    return tuple(entries)
 
 
-def all_entries(arch: Architecture) -> list[Entry]:
+def all_entries(arch: Architecture) -> tuple[Entry, ...]:
     """Those of the whole model."""
     return stage_entries(arch, ((range(arch.num_layers),),), 0)
 

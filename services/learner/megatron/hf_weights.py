@@ -6,7 +6,7 @@ iterate each rank's parameters -> gathered tensor by tensor over tensor and expe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from services.learner.megatron.hf_names import (
     table_name,
 )
 from services.learner.megatron.mcore import parallel_state
-from services.learner.megatron.model import BuiltModel
+from services.learner.megatron.model import BuiltModel, Ranks
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,17 @@ class WeightGroups:
         return self.tensor if entry.owner is None else self.expert_tensor
 
 
+def is_sender(ranks: Ranks) -> bool:
+    """Whether this rank sends and writes its pipeline stage's weights: one rank per stage does."""
+    return ranks.tensor == ranks.data == ranks.context == 0
+
+
 def takes_part(model: BuiltModel) -> bool:
     """Whether this rank is needed where the stage's sender gathers its tensors.
 
-    Copies of it in other data-parallel ranks are not, unless they hold other experts.
+    Data- and context-parallel copies of the sender and its tensor ranks are not, unless they hold other experts.
     """
-    return model.ranks.data == 0 or WeightGroups.current().expert.size > 1
+    return model.arch.is_moe or model.ranks.data == model.ranks.context == 0
 
 
 @torch.no_grad()
@@ -119,7 +124,7 @@ def plan_hf_tensors(
     return [(name, hf_shape(model.arch, name), dtype) for name in sent_names(entries)]
 
 
-def sent_names(entries: list[Entry]) -> list[str]:
+def sent_names(entries: Sequence[Entry]) -> list[str]:
     """The HF names that a stage with these entries sends, in order."""
     return [name for entry in entries if is_sent(entry) for name in entry.hf]
 

@@ -91,6 +91,12 @@ logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(
     lambda record: "GPTModel IS DEPRECATED" not in record.getMessage()
 )
 
+# What torch says of how Megatron loads a checkpoint; the last two of 0.19, whose ranks read without asking each other.
+CHECKPOINT_LOAD_WARNINGS = (
+    "`load_state_dict` is deprecated|Please use DTensor instead|The argument order of load has been changed"
+    "|torch.distributed is disabled, unavailable or uninitialized"
+)
+
 
 def by_checkpoint_key(sharded_state_dict: Any) -> dict[str, list[Any]]:
     """Megatron's grouping of a state by the names in the checkpoint, without what another rank writes.
@@ -101,6 +107,7 @@ def by_checkpoint_key(sharded_state_dict: Any) -> dict[str, list[Any]]:
 
 
 __all__ = [
+    "CHECKPOINT_LOAD_WARNINGS",
     "HAVE_TRANSFORMER_ENGINE",
     "MLP",
     "AttnMaskType",

@@ -33,6 +33,7 @@ from services.learner.losses import LossInputs, policy_loss
 from services.learner.megatron import device_map, export, hf_weights
 from services.learner.megatron.batch import DeviceBatch, even_out
 from services.learner.megatron.checkpoint import Checkpointer
+from services.learner.megatron.context import align
 from services.learner.megatron.loss_scale import apply_gradients, gradient_norm
 from services.learner.megatron.mcore import get_forward_backward_func
 from services.learner.megatron.model import build_model, build_optimizer, choose_device, init_world, needs_equal_lengths
@@ -95,16 +96,23 @@ class MegatronPolicy:
         self.alignment = math.lcm(
             self.ranks.tensor_size if config.parallel.sequence else 1, 8 if self.device.type == "cuda" else 1
         )
+        if self.ranks.context_size > 1:
+            self.alignment = self.ranks.context_size * math.lcm(2, self.alignment)
 
     @property
     def is_sender(self) -> bool:
         """Whether this rank sends its pipeline stage's weights to the engines: one rank per stage does."""
-        return self.ranks.tensor == 0 and self.ranks.data == 0
+        return hf_weights.is_sender(self.ranks)
 
     @property
     def stage(self) -> int:
         """This rank's pipeline stage."""
         return self.ranks.pipeline
+
+    @property
+    def _counts(self) -> bool:
+        """Whether this rank's log-probs and sums are added up over the world: tensor and context ranks computed the same."""
+        return self.ranks.tensor == 0 and self.ranks.context == 0
 
     def train_step(self, samples: Sequence[TrainSample], *, total_steps_done: int) -> StepStats:
         """Trains on the global batch ``samples``, which is the same list on every rank; by default in one optimizer step.
@@ -196,6 +204,7 @@ class MegatronPolicy:
         """As ``logprobs``, by the start model. Only with ``objective.kl_coef`` over 0."""
         if self.reference is None:
             raise InvariantError("The start model's weights are only kept where objective.kl_coef is over 0.")
+        self.memory.need_weights()
         with self.reference.in_place():
             return self.logprobs(samples)
 
@@ -207,7 +216,7 @@ class MegatronPolicy:
         flat = torch.zeros(int(bounds[-1]), device=self.device)
         with device_map.scope(self.device):
             results = self._run_schedule(batches, self._logprob_forward, forward_only=True)
-        if self.ranks.tensor == 0:
+        if self._counts:
             for batch, logprobs_L in zip(batches, results, strict=self.ranks.is_last_stage):
                 rows = np.concatenate([np.arange(bounds[i], bounds[i + 1]) for i in batch.sample_indices] or [[]])
                 flat[torch.from_numpy(rows.astype(np.int64)).to(self.device)] = logprobs_L[: len(rows)]
@@ -261,7 +270,9 @@ class MegatronPolicy:
             num_ranks=self.ranks.data_size,
             hidden_size=self.model.arch.hidden_size,
             alignment=self.alignment,
-            share_prefixes=self.config.share_prefixes == "auto" and parts_for(self.device) is LOCAL,
+            share_prefixes=self.config.share_prefixes == "auto"
+            and parts_for(self.device) is LOCAL
+            and self.ranks.context_size == 1,
         )
         packed = (pack(samples, pieces, alignment=self.alignment) for pieces in plan[self.ranks.data])
         return [add_columns(batch, samples) for batch in packed]
@@ -274,6 +285,7 @@ class MegatronPolicy:
             vocab_size=self.model.arch.vocab_size,
             temperature=self.temperature,
             entropy_gradient=self.config.objective.entropy_coef != 0.0,
+            context=(self.ranks.context, self.ranks.context_size),
         )
 
     def _run_schedule(
@@ -285,6 +297,8 @@ class MegatronPolicy:
         for ddp in ddps:
             ddp.train(not forward_only)
         seq_length = self.config.max_tokens_per_microbatch  # each micro-batch tells its own
+        if self.ranks.context_size > 1:
+            batches = [align(batch, self.ranks.context_size, total=self.alignment) for batch in batches]
         if needs_equal_lengths(self.config, self.model.arch, self.device):
             multiple = self.ranks.pipeline_size if len(ddps) > 1 else 1
             batches = even_out(batches, multiple, alignment=self.alignment, device=self.device)
@@ -323,7 +337,9 @@ class MegatronPolicy:
             start_T=batch.start_logprobs,
             reference_T=batch.reference_logprobs,
         )
-        return policy_loss(inputs, self.config.objective)
+        loss, count, sums = policy_loss(inputs, self.config.objective)
+        # The ranks that share these positions all have the loss of all of them; one counts them.
+        return loss, count if self.ranks.context == 0 else torch.zeros_like(count), sums
 
     def _logprob_forward(self, batches: Iterator[DeviceBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         _, output = self._forward(batches, model)
@@ -339,7 +355,7 @@ class MegatronPolicy:
         maxima = torch.zeros(len(MAX_NAMES), dtype=torch.float64, device=self.device)
         for item in local:
             maxima = torch.maximum(maxima, item.maxima)
-            if self.ranks.tensor == 0:  # the tensor ranks computed the same
+            if self._counts:
                 sums += item.sums
         dist.all_reduce(sums)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)

@@ -16,7 +16,9 @@ class ReferenceWeights:
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        self._pairs: list[tuple[Tensor, Tensor]] = [(p.data, p.detach().to("cpu", copy=True)) for p in parameters]
+        self._pairs: list[tuple[torch.nn.Parameter, Tensor]] = [
+            (p, p.detach().to("cpu", copy=True)) for p in parameters
+        ]
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -29,7 +31,7 @@ class ReferenceWeights:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for there, here in self._pairs:
-            kept = there.to("cpu", copy=True)
-            there.copy_(here)
+        for parameter, here in self._pairs:
+            kept = parameter.detach().to("cpu", copy=True)
+            parameter.copy_(here)
             here.copy_(kept)

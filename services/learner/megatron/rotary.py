@@ -1,16 +1,14 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) by explicit position.
 
-Two ways to apply it:
+The GPTModel is built with ``position_embedding_type="none"``, so Megatron rotates nothing. ``Rotary.cos_sin`` is computed once
+per micro-batch from its ``position_ids``, travels in ``PackedSequences.cos_sin``, and the core attention, ours or Transformer
+Engine's, calls ``rotate`` on queries and keys before anything else. Positions may be any integers: they restart at each packed
+sequence, and the suffixes of a shared prefix go on from the prefix's length. Queries and keys reach the core attention with
+all tokens of the micro-batch, also under sequence parallelism, and every pipeline stage and virtual chunk gets the same
+``PackedSequences``, so nothing depends on the layout.
 
-- **Our layer spec.** The GPTModel is built with ``position_embedding_type="none"``, so Megatron rotates nothing.
-  ``Rotary.cos_sin`` is computed once per micro-batch from its ``position_ids``, travels in ``PackedSequences.cos_sin``,
-  and the core attention calls ``rotate`` on queries and keys before anything else. Positions may be any integers: they
-  restart at each packed sequence, and the suffixes of a shared prefix go on from the prefix's length. Queries and keys
-  reach the core attention with all tokens of the micro-batch, also under sequence parallelism, and every pipeline stage
-  and virtual chunk gets the same ``PackedSequences``, so nothing depends on the layout.
-- **Transformer Engine.** Its attention takes the thd format, and Megatron rotates by ``cu_seqlens`` before it. There,
-  build the GPTModel with ``position_embedding_type="rope"``, put a ``ThdAngles`` in place of its ``rotary_pos_emb``, and set
-  ``TransformerConfig.softmax_scale`` to ``thd_softmax_scale``. That does every kind, but no shared prefix.
+Frequencies, cosines and sines are computed in float32 by transformers' operations in their order: bit for bit its own, and
+vLLM's (seen to 30,000 positions) but for rounding in ``llama3`` with unusual parameters.
 
 Legend: T = packed tokens, h = heads of this rank, d = head size (all of it is rotated).
 """
@@ -19,7 +17,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +46,7 @@ def _llama3(plain: Tensor, rope: Rope) -> Tensor:
     Waves that turn less than ``low_freq_factor`` times within the original context are slowed by ``factor``; those that
     turn more than ``high_freq_factor`` times are kept; between them the two are mixed linearly in the number of turns.
     """
-    turns = rope.original_max_positions * plain / (2 * math.pi)
+    turns = rope.original_max_positions / (2 * math.pi / plain)
     kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
     return (1 - kept) * plain / rope.factor + kept * plain
 
@@ -71,7 +68,6 @@ def _yarn(periods: Tensor, rope: Rope) -> Tensor:
     low, high = max(low, 0), min(high, dims - 1)
     width = high - low or 0.001
     kept = 1 - ((torch.arange(len(periods), dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
-    # In this order of operations the bits are those of transformers and vLLM.
     return 1.0 / (rope.factor * periods) * (1 - kept) + 1.0 / periods * kept
 
 
@@ -109,36 +105,3 @@ def rotate(x_Thd: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = cos_sin
     first, second = x_Thd.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-class ThdAngles(torch.nn.Module):
-    """In place of Megatron's ``RotaryEmbedding`` where Megatron rotates packed sequences itself, by ``cu_seqlens``.
-
-    Its own knows plain and linear rotary, and Llama 3 with one set of parameters; this has every kind of ``Rope``.
-    """
-
-    def __init__(self, arch: Architecture, device: torch.device) -> None:
-        super().__init__()
-        self.inv_freq = inverse_frequencies(arch.rope, arch.head_dim).to(device)
-
-    def get_rotary_seq_len(
-        self, inference_context: Any, transformer: Any, transformer_input: Any, config: Any, packed: Any, **_: Any
-    ) -> int:
-        """Length of the longest packed sequence, over all context-parallel ranks."""
-        assert packed.qkv_format == "thd", packed
-        return int(max(packed.max_seqlen_q, packed.max_seqlen_kv))
-
-    def forward(self, max_seq_len: int, **_: Any) -> Tensor:
-        """Angles float32[max_seq_len, 1, 1, d] of positions 0, 1, ...; Megatron takes each sequence's slice of them."""
-        positions = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=torch.float32)
-        angles = torch.outer(positions, self.inv_freq)
-        return torch.cat((angles, angles), dim=-1)[:, None, None]
-
-
-def thd_softmax_scale(arch: Architecture) -> float | None:
-    """Megatron's ``softmax_scale`` with ``ThdAngles``: none is its default, ``head_dim ** -0.5``.
-
-    YaRN's factor on the cosines and sines of queries and keys alike is its square on their products.
-    """
-    factor = arch.rope.attention_factor
-    return None if factor == 1.0 else factor * factor / math.sqrt(arch.head_dim)

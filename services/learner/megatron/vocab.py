@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import InvariantError
+from services.learner.megatron.context import ContextCut, gather_rows
 from services.learner.megatron.mcore import GPTModel, gather_from_sequence_parallel_region, parallel_state
 
 # Far below any logit, and finite in every type, so that 0 * it is 0.
@@ -37,6 +38,7 @@ class LossRows:
     vocab_size: int
     temperature: float = 1.0
     entropy_gradient: bool = False
+    cut: ContextCut | None = None  # under context parallelism: these are this rank's rows
 
 
 class PolicyModel(GPTModel):
@@ -51,7 +53,8 @@ class PolicyModel(GPTModel):
         hidden_Lc = hidden_states.flatten(0, -2).index_select(0, rows.positions)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         weight_vc = self.output_layer.weight if weight is None else weight
-        return torch.stack(logprobs_and_entropy(hidden_Lc, weight_vc, rows))
+        found = torch.stack(logprobs_and_entropy(hidden_Lc, weight_vc, rows))
+        return found if rows.cut is None else gather_rows(found, rows.cut)
 
 
 def logprobs_and_entropy(hidden_Lc: Tensor, weight_vc: Tensor, rows: LossRows) -> tuple[Tensor, Tensor]:
