@@ -62,7 +62,7 @@ class RMSNorm(torch.nn.Module):
 class _RMSNorm(torch.autograd.Function):
     """``n = x / rms(x)``, ``y = n * w``; ``dx = (g w - n mean(g w n)) / rms(x)``.
 
-    On CPU each pass over memory counts: forward and backward take 4.7 ms at 1,800 x 576, with autograd's own formulas 11.6 ms.
+    On CPU each pass over memory counts: `python -m bench.learner_parts` times it beside torch's own.
     """
 
     @staticmethod
