@@ -259,7 +259,7 @@ def plot(runs: dict[tuple[str, int], list[list[dict[str, Any]]]], path: Path) ->
                 axis.plot(steps, means, color=f"C{number}", marker="o", label=f"{k} versions old")
         axis.set_title(objective)
         axis.set_xlabel("step")
-        axis.legend()
+    axes[0].legend()
     axes[0].set_ylabel("held-out pass@1")
     for number, objective in enumerate(OBJECTIVES):
         finals = [
