@@ -123,7 +123,7 @@ def world(
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
             capture_output=True,
             text=True,
-            timeout=500,
+            timeout=1100,
         )
         (out / "stderr").write_text(done.stderr)
         return out
@@ -132,7 +132,7 @@ def world(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # the first test of a world waits for all of its layouts
+@pytest.mark.timeout(1200)  # the first test of a world waits for all of its layouts
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_world_trains_as_one_process_does(name: str, models, one_process, world) -> None:
     layout = LAYOUTS[name]
