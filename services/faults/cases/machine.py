@@ -12,7 +12,7 @@ from pathlib import Path
 from services.coordinator.config import CoordinatorConfig
 from services.faults.case import Case, NotRun, Scene
 from services.faults.harness import Run
-from services.faults.processes import ROOT, assert_gone, descendants, free_port, processes_of
+from services.faults.processes import ROOT, Role, assert_gone, descendants, free_port, processes_of
 
 CLOCK = Path(__file__).resolve().parents[1] / "clock"
 LONG = {"coordinator.max_steps": 16, "learner.fake_step_s": 0.3}
@@ -102,8 +102,8 @@ def _disk_stays_full(scene: Scene) -> None:
     disk.copy_out()
 
 
-def _checkpoint_disk_full(scene: Scene) -> None:
-    """The learner can't save: it ends with an error, and its successor trains the same batches again."""
+def _with_full_checkpoint_disk(scene: Scene) -> tuple[Role, SmallDisk, dict[str, Role]]:
+    """(learner, disk, the other roles): after its first step the disk of its checkpoints fills up."""
     run = scene.run
     roles = run.start_all_but("learner")
     disk = SmallDisk(run, run.run_dir / "checkpoints", size_mib=1)
@@ -112,25 +112,24 @@ def _checkpoint_disk_full(scene: Scene) -> None:
     scene.steps(1)
     scene.inject()
     disk.fill()
+    return learner, disk, roles
+
+
+def _checkpoint_disk_full(scene: Scene) -> None:
+    """The learner can't save, three times: it ends with an error, and its successor trains the same batches again."""
+    learner, disk, roles = _with_full_checkpoint_disk(scene)
     code = learner.exit_code()
     scene.detect()
     assert code not in (0, 143), f"it ended with {code}"
     disk.free()
-    scene.finish(run.again(learner), *roles.values())
+    scene.finish(scene.run.again(learner), *roles.values())
     disk.copy_out()
 
 
 def _checkpoint_disk_full_for_a_while(scene: Scene) -> None:
     """The learner goes on without a checkpoint, says so, and writes the next one."""
-    run = scene.run
-    roles = run.start_all_but("learner")
-    disk = SmallDisk(run, run.run_dir / "checkpoints", size_mib=1)
-    learner = run.start("learner")
-    run.prefix = []
-    scene.steps(1)
-    scene.inject()
-    disk.fill()
-    run.wait_until(lambda _: bool(learner.events("checkpoint_failed")))
+    learner, disk, roles = _with_full_checkpoint_disk(scene)
+    scene.run.wait_until(lambda _: bool(learner.events("checkpoint_failed")))
     disk.free()
     scene.finish(learner, *roles.values())
     disk.copy_out()
