@@ -1,22 +1,28 @@
-"""Two test processes on two cores (`make test`): those that mostly wait for time limits, and those that compute.
+"""Which tests may run side by side when `make test` runs two processes of them, on two cores.
 
-Of the second kind (vLLM, Megatron worlds, compilers) one at a time runs, so that a limit of the first is never met by load alone.
-Without pytest-xdist's ``-n`` all run one after the other.
+vLLM, Megatron worlds and all else that computes go one after the other; so do the judge's tests, whose limits count CPU seconds; the rest
+goes file by file to whichever process is free. Without pytest-xdist's ``-n`` all tests run in one process.
 """
 
 from __future__ import annotations
 
 import pytest
 
-# Runs of the real loop with the fake engine and trainer: sleep, sockets, fsync.
-WAITING = {
-    "test_faults", "test_liveness", "test_loop", "test_postmortem", "test_recovery", "test_security", "test_slurm", "test_soak",
-    "test_systemd", "test_coordinator_stateful", "test_coordinator_service", "test_coordinator_recovery",
+HEAVY = {
+    "test_bench_learner", "test_bench_staleness", "test_learner_objectives", "test_megatron_checkpoint", "test_megatron_context",
+    "test_megatron_families",
+    "test_megatron_memory", "test_megatron_packing", "test_megatron_policy", "test_megatron_world", "test_quickstart", "test_resume_equal",
+    "test_vllm_engine",
+}  # fmt: skip
+JUDGE = {
+    "test_agreement", "test_attacks", "test_bad_jobs", "test_hacks", "test_judge_commands", "test_judging", "test_reports", "test_soak",
 }  # fmt: skip
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Names the process that each test belongs to, for ``--dist loadgroup``."""
+    """Names the group of each test, for ``--dist loadgroup``: a group is run by one process."""
     for item in items:
-        waits = item.path.stem in WAITING and "real-" not in item.name
-        item.add_marker(pytest.mark.xdist_group("waiting" if waits else "computing"))
+        stem = item.path.stem
+        heavy = stem in HEAVY or "real-" in item.name
+        item.add_marker(pytest.mark.xdist_group("heavy" if heavy else "judge" if stem in JUDGE else stem))
