@@ -11,7 +11,7 @@ def layout_violations(
 ) -> list[str]:
     """What of ``parallel`` does not fit the model or the world, one sentence each with the values that would do; empty: it fits."""
     return [
-        *_world(parallel, world_size),
+        *_world(arch, parallel, world_size),
         *_matrices(arch, parallel),
         *_stages(arch, parallel),
         *_experts(arch, parallel),
@@ -19,12 +19,12 @@ def layout_violations(
     ]
 
 
-def _world(parallel: ParallelConfig, world_size: int) -> list[str]:
+def _world(arch: Architecture, parallel: ParallelConfig, world_size: int) -> list[str]:
     found = []
-    cuts = {
-        "parallel.tensor * context * pipeline": parallel.tensor * parallel.context * parallel.pipeline,
-        "parallel.expert_tensor * expert * pipeline": parallel.expert_tensor_size * parallel.expert * parallel.pipeline,
-    }
+    cuts = {"parallel.tensor * context * pipeline": parallel.tensor * parallel.context * parallel.pipeline}
+    if arch.is_moe:
+        experts = parallel.expert_tensor_size * parallel.expert * parallel.pipeline
+        cuts["parallel.expert_tensor * expert * pipeline"] = experts
     for what, cut in cuts.items():
         if world_size % cut:
             found.append(
