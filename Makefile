@@ -44,4 +44,4 @@ bench: setup ## the measurements of bench/
 	@$(PY) -m bench.sandbox
 
 clean: ## remove what set-up and runs made
-	rm -rf .venv runs models build *.egg-info
+	rm -rf .venv .venv-mcore-next runs models build *.egg-info
