@@ -66,7 +66,7 @@ log = structlog.get_logger()
 
 
 class Checkpointer:
-    """Writes and reads the checkpoints of one learner. Every method but ``close`` is collective over the world.
+    """Writes and reads the checkpoints of one learner. Every method is collective over the world.
 
     ``source``: the Hugging Face folder that the model came from; ``timeout_s``: longest wait of one rank for another.
     """
@@ -128,10 +128,6 @@ class Checkpointer:
         self._pending = None
         self._agree(future.exception(), step)
         return step
-
-    def close(self) -> None:
-        """Leave what is not finished unfinished. The thread may still sit in a write; the process is about to end."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _join_groups(self) -> None:
         """The writing threads agree over a group of their own, while the main threads use the others."""
