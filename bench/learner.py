@@ -16,6 +16,7 @@ the positions that are really needed: no padding, shared prefixes once (ours), t
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ import torch
 
 from bench import learner_trl
 from bench.learner_work import SHAPES, WORKS, Counts, count_batches, count_samples, make_samples, write_random_model
+from common.errors import ForebayError
 from services.learner.config import LearnerConfig
 from services.learner.megatron.policy import MegatronPolicy
 from services.learner.packing import TrainSample
@@ -283,4 +285,7 @@ def main(argv: Sequence[str] | None = None) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ForebayError as error:
+        sys.exit(f"error: {error}")
