@@ -54,13 +54,15 @@ class Seen:
 
 @dataclass
 class Rule:
-    """What happens to messages of ``kind`` (and answers to ``re_kind``): the first ``skip`` pass, the next ``count`` are hit."""
+    """What happens to messages of ``kind`` (and answers to ``re_kind``) of which ``where`` is true: the first ``skip`` pass, the next
+    ``count`` are hit."""
 
     action: str
     kind: str = ""
     direction: Direction | None = None
     re_kind: str = ""
     node_id: str = ""
+    where: Callable[[Seen], bool] | None = None
     skip: int = 0
     count: int | None = 1
     probability: float = 1.0
@@ -77,6 +79,7 @@ class Rule:
             or (self.re_kind and self.re_kind != seen.re_kind)
             or (self.node_id and self.node_id != seen.node_id)
             or (self.count is not None and len(self.hits) >= self.count)
+            or (self.where is not None and not self.where(seen))
             or chance.random() >= self.probability
         ):
             return False

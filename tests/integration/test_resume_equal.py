@@ -19,7 +19,9 @@ import torch
 from loop_harness import ROOT, Role, Run, descendants, task_line
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from protocol.codec import decode
 from services.coordinator.journal import Journal
+from services.faults.proxy import Rule
 
 TASKS = "".join(task_line(f"t{i}", f"Write f(x), number {'7' * (1 + 5 * i % 11)}.") for i in range(20))
 STEPS = 6
@@ -78,12 +80,13 @@ class CutRun(Run):
                 os.kill(pid, signal.SIGKILL)
         for name in names:
             self.now[name].process.wait()
+        self.proxy.clear()
         self.start_roles(*names)
 
     def in_the_middle_of_step(self, step: int) -> None:
-        """Until the learner has its batch."""
-        status = self.wait_until(lambda s: s["version"] >= step - 1 and s["groups"]["batched"] > 0, timeout_s=120)
-        assert status["version"] == step - 1, "the cut would come too late"
+        """Until the learner has its batch. It can't commit it until the next cut, however fast it is and however slow we are."""
+        self._hold_commit(step)
+        self.wait_until(lambda s: s["version"] == step - 1 and s["groups"]["batched"] > 0, timeout_s=120)
 
     def after_checkpoint(self, step: int) -> None:
         """Until the checkpoint of ``step`` is there."""
@@ -93,16 +96,17 @@ class CutRun(Run):
             time.sleep(0.01)
 
     def between_publish_and_commit(self, step: int) -> None:
-        """Until the engine has a version that the journal hasn't: the commit of ``step`` (or of the one after it) is held back."""
-        self.wait_for_step(step - 1)
-        for _ in range(10):
-            self.proxy.add("drop", "step_committed", direction="up").wait(120)
-            status = self.status()
-            assert status is not None
-            holds = [node["holds"].split("/")[0] for node in status["nodes"] if node["role"] == "rollout"]
-            if holds == [f"v{status['version'] + 1}"]:
-                return  # else it was an earlier commit, said again because its answer was late
-        raise AssertionError(f"no commit was held back\n{self.logs()}")
+        """Until the engine has a version that the journal hasn't. It stays so until the next cut."""
+        self._hold_commit(step).wait(120)
+        status = self.status()
+        assert status is not None
+        assert status["version"] == step - 1
+        assert [node["holds"].split("/")[0] for node in status["nodes"] if node["role"] == "rollout"] == [f"v{step}"]
+
+    def _hold_commit(self, step: int) -> Rule:
+        """The coordinator never hears that ``step`` is done, however often it is told."""
+        is_commit = lambda seen: decode(seen.frames).message.step == step  # noqa: E731
+        return self.proxy.add("drop", "step_committed", direction="up", where=is_commit, count=None)
 
     def outcome(self) -> dict[str, Any]:
         """Everything that must be equal, when all have left."""
