@@ -11,6 +11,8 @@ from protocol.messages import SampleResult
 from protocol.verdicts import JudgeResult
 from protocol.versions import Segment
 
+ROUTE_DTYPES = ("uint8", "uint16")
+
 
 class GroupStatus(StrEnum):
     """OPEN -> READY -> BATCHED -> TRAINED; OPEN -> FAILED or FILTERED, which give their place back."""
@@ -23,8 +25,8 @@ class GroupStatus(StrEnum):
     FAILED = "failed"
 
 
-def sample_problem(message: SampleResult, arrays: Mapping[str, Array]) -> str:
-    """Why a sample can't be trained on (a node of ours never sends such a one), or ''."""
+def sample_problem(message: SampleResult, arrays: Mapping[str, Array], *, with_routes: bool) -> str:
+    """Why a sample can't be trained on (a node of ours never sends such a one), or ''. ``with_routes``: as ``run.routing_replay``."""
     vectors = [arrays[name] for name in ("prompt_ids", "completion_ids", "logprobs")]
     if [vector.dtype.char for vector in vectors] != ["i", "i", "f"] or any(vector.ndim != 1 for vector in vectors):
         shapes = {name: (array.dtype.name, array.ndim) for name, array in arrays.items()}
@@ -33,6 +35,12 @@ def sample_problem(message: SampleResult, arrays: Mapping[str, Array]) -> str:
     counted = sum(segment.num_tokens for segment in message.segments)
     if not message.segments or not num_tokens == arrays["logprobs"].size == counted:
         return f"{num_tokens} tokens with {arrays['logprobs'].size} log-probs and version segments for {counted}"
+    routes = arrays.get("routes")
+    if (routes is not None) != with_routes:
+        return f"{'without' if with_routes else 'with'} routes, but run.routing_replay = {str(with_routes).lower()}"
+    num_rows = vectors[0].size + num_tokens - 1
+    if routes is not None and (routes.dtype.name not in ROUTE_DTYPES or routes.ndim != 3 or len(routes) != num_rows):
+        return f"routes of {routes.dtype.name}{list(routes.shape)}, not uint8 or uint16 with {num_rows} rows"
     return ""
 
 

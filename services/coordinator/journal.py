@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import structlog
 
 from common.errors import ConfigError, ForebayError, InvariantError
@@ -32,6 +31,7 @@ from protocol.versions import Segment
 from services.coordinator.groups import Group, GroupStatus, Sample
 from services.coordinator.ledger import Ledger
 from services.coordinator.pool import LIVE, PoolState, Record
+from services.coordinator.sample_arrays import pack_arrays, unpack_arrays
 
 log = structlog.get_logger()
 
@@ -342,17 +342,13 @@ def _samples(db: sqlite3.Connection, first_id: int, end_id: int) -> Iterator[Sam
         sample_id, text, finish, segments, num_prompt, arrays, crc32, result, attempts, deaths, lost = row
         if zlib.crc32(arrays) != crc32:
             raise ValueError(f"the arrays of group {first_id // _GROUP_STRIDE} fail their checksum")
-        num_completion = (len(arrays) // 4 - num_prompt) // 2
+        spans = [Segment(version=version, num_tokens=count) for version, count in json.loads(segments)]
         yield Sample(
             sample_index=sample_id % _GROUP_STRIDE,
             text=text,
             finish_reason=finish,
-            segments=[Segment(version=version, num_tokens=count) for version, count in json.loads(segments)],
-            arrays={
-                "prompt_ids": np.frombuffer(arrays, "<i4", num_prompt),
-                "completion_ids": np.frombuffer(arrays, "<i4", num_completion, 4 * num_prompt),
-                "logprobs": np.frombuffer(arrays, "<f4", num_completion, 4 * (num_prompt + num_completion)),
-            },
+            segments=spans,
+            arrays=unpack_arrays(arrays, num_prompt=num_prompt, num_completion=sum(span.num_tokens for span in spans)),
             result=None if result is None else JudgeResult.model_validate_json(result),
             score_attempts=attempts,
             deaths=deaths,
@@ -374,7 +370,7 @@ def _row(record: Record) -> tuple[Any, ...]:
 
 
 def _sample_row(group_id: int, sample: Sample) -> tuple[Any, ...]:
-    arrays = b"".join(sample.arrays[name].tobytes() for name in ("prompt_ids", "completion_ids", "logprobs"))
+    arrays = pack_arrays(sample.arrays)
     segments = json.dumps([(segment.version, segment.num_tokens) for segment in sample.segments])
     num_prompt = int(sample.arrays["prompt_ids"].size)
     return (

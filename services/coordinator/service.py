@@ -489,6 +489,7 @@ def open_coordinator(run: RunConfig, config: CoordinatorConfig) -> Coordinator:
     socket = CoordinatorSocket(bind, run.id, keys=keys)
     fixed = {
         "run.seed": run.seed,
+        "run.routing_replay": run.routing_replay,
         **{
             f"coordinator.{key}": getattr(config, key)
             for key in ("group_size", "groups_per_step", "shuffle", "max_epochs")
