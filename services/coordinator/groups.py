@@ -45,7 +45,6 @@ class Sample:
     finish_reason: str
     segments: list[Segment]
     arrays: dict[str, Array]
-    lease_id: str = ""  # that it came under; empty: in an earlier life of this coordinator
     result: JudgeResult | None = None
     score_attempts: int = 0
     deaths: int = 0  # reward nodes that died while they had it
