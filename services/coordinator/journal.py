@@ -27,7 +27,7 @@ import structlog
 from common.errors import ConfigError, ForebayError, InvariantError
 from services.coordinator.groups import Group
 from services.coordinator.records import PoolState, Record
-from services.coordinator.rows import SCHEMA, SCHEMA_VERSION, STATEMENTS, load_groups, load_state, row_of
+from services.coordinator.rows import SCHEMA, SCHEMA_VERSION, STATEMENTS, load_groups, load_state, row_of, write
 
 log = structlog.get_logger()
 
@@ -69,6 +69,12 @@ class Journal:
                 self._db.execute("PRAGMA journal_mode = WAL")
                 self._db.execute("PRAGMA wal_autocheckpoint = 2000")  # pages: 32 MB
                 self._db.execute("PRAGMA synchronous = FULL")
+                self._db.execute(
+                    "PRAGMA cache_size = -32768"
+                )  # KiB: what one transaction changes stays in memory until it ends
+                self._db.execute(
+                    "PRAGMA secure_delete = OFF"
+                )  # Debian's default would overwrite each deleted sample, and sync that
                 if is_new:
                     self.meta = self._create(run_id, dict(fixed or {}))
         except ConfigError:
@@ -182,9 +188,9 @@ class Journal:
         while True:
             try:
                 self._db.execute("BEGIN IMMEDIATE")
-                for kind, statement in STATEMENTS.items():
-                    if rows := by_kind[kind]:
-                        self._db.executemany(statement, rows)
+                for kind, rows in by_kind.items():
+                    if rows:
+                        write(self._db, kind, rows)
                 self._db.execute("COMMIT")
                 if self.full_since is not None:
                     log.warning("disk_has_space_again", after_s=round(time.monotonic() - self.full_since, 1))

@@ -163,7 +163,7 @@ class LeaseDesk:
     def _end_if_complete(self, message: m.SampleResult) -> None:
         """The lease, too, of a node whose samples came second."""
         group = self._pool.groups.get(message.group_id)
-        if group is None or not group.missing(self._config.group_size):
+        if group is None or len(group.samples) == self._config.group_size:
             self._members.end_lease(message.lease_id)
 
     def on_score(self, node: Node, message: m.ScoreResult, received: Received) -> None:
@@ -344,8 +344,8 @@ class LeaseDesk:
         if suspect:
             nodes = [node for node in nodes if not self._members.has_suspect(node)]
         best, most = None, 0
-        for node in nodes:
-            if (free := node.free) > most:
+        for node in nodes:  # of all nodes, for every lease: ``node.free`` would cost three times as much
+            if (free := node.capacity - len(node.lease_ids)) > most:
                 best, most = node, free
         return best
 

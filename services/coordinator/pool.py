@@ -10,6 +10,7 @@ group is out and the place refilled; what that means for the task is in ``poison
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable
 from typing import Any
 
@@ -289,11 +290,12 @@ class Pool:
         if picked is None:
             self._select_again = False
             return None
+        chosen = set(picked)
         for group in waiting:
-            if group.group_id in picked:
+            if group.group_id in chosen:
                 group.step = step
                 self._set_status(group, GroupStatus.BATCHED)
-            elif passed := sum(other > group.group_id for other in picked):
+            elif passed := len(picked) - bisect(picked, group.group_id):
                 group.overtaken += passed
                 self._set_status(group, group.status)
         self._filtered_since_step = 0

@@ -10,7 +10,7 @@ from services.coordinator.groups import Group
 from services.coordinator.ledger import Ledger
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Record:
     """Something for the journal: ``kind`` names the statement in ``rows.STATEMENTS``, ``values`` its parameters."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,8 +63,28 @@ STATEMENTS = {
     "forget_results": "DELETE FROM results WHERE sample_id < ? * 4096",
 }
 
+_AT_ONCE = 32  # rows in one statement
+_MANY = {
+    "sample": f"INSERT INTO samples VALUES {', '.join([f'({_ID}, ?, ?, ?, ?, ?, ?)'] * _AT_ONCE)}",
+    "result": f"INSERT INTO results VALUES {', '.join([f'({_ID}, ?)'] * _AT_ONCE)}",
+}
+
 
 # ---- records -> rows ----
+
+
+def write(db: sqlite3.Connection, kind: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Write the rows of one kind of record, in order.
+
+    Those that are most of all go in many at a time: for each statement the journal's thread lets go of the interpreter and must get it back
+    from the loop.
+    """
+    done = 0
+    if many := _MANY.get(kind):
+        done = len(rows) // _AT_ONCE * _AT_ONCE
+        for first in range(0, done, _AT_ONCE):
+            db.execute(many, [value for row in rows[first : first + _AT_ONCE] for value in row])
+    db.executemany(STATEMENTS[kind], rows[done:])
 
 
 def row_of(record: Record) -> tuple[Any, ...]:
@@ -75,15 +95,15 @@ def row_of(record: Record) -> tuple[Any, ...]:
 
 
 def _sample_row(group_id: int, sample: Sample) -> tuple[Any, ...]:
-    arrays = b"".join(sample.arrays[name].tobytes() for name in ("prompt_ids", "completion_ids", "logprobs"))
-    segments = json.dumps([(segment.version, segment.num_tokens) for segment in sample.segments])
+    arrays = b"".join([sample.arrays[name] for name in ("prompt_ids", "completion_ids", "logprobs")])
+    segments = ", ".join([f"[{segment.version}, {segment.num_tokens}]" for segment in sample.segments])
     num_prompt = int(sample.arrays["prompt_ids"].size)
     return (
         group_id,
         sample.sample_index,
         sample.text,
         sample.finish_reason,
-        segments,
+        f"[{segments}]",
         num_prompt,
         arrays,
         zlib.crc32(arrays),

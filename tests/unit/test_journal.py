@@ -224,10 +224,10 @@ async def test_a_truncated_journal_is_refused_and_left_as_it_is(tmp_path):
 
 async def test_a_journal_with_flipped_bytes_in_its_tokens_is_refused(tmp_path):
     path = journal_file(tmp_path)
-    data = bytearray(path.read_bytes())
-    at = data.index(np.arange(1000, 1010, dtype=np.int32).tobytes())
-    data[at + 4] ^= 0x40
-    path.write_bytes(data)
+    tokens = np.arange(1000, 1010, dtype=np.int32).tobytes()
+    flipped = bytearray(tokens)
+    flipped[4] ^= 0x40
+    path.write_bytes(path.read_bytes().replace(tokens, flipped))  # in what is deleted, too
     assert "fail their checksum" in refusal(path)
 
 
