@@ -404,3 +404,15 @@ def test_a_node_that_just_failed_is_not_asked_again_at_once(trio, monkeypatch):
     assert not trio.coordinator.updates.wanted(trio.coordinator.pool.version)
     clock[0] += 6
     assert trio.coordinator.updates.wanted(trio.coordinator.pool.version)
+
+
+def test_judgements_of_a_group_that_is_given_up_are_withdrawn(desk):
+    (_, lease), (_, other) = of(m.GenerateLease, desk.join("rollout", "gen"))
+    desk.join("reward", "judge", capacity=2)
+    [(_, score)] = of(m.ScoreLease, desk.sample("gen#1", lease, 0))
+    [(_, unrelated)] = of(m.ScoreLease, desk.sample("gen#1", other, 0))
+    sent = desk.say("gen#1", m.LeaseFailed(lease_id=lease.lease_id, error="boom", permanent=True))
+    assert [(to, cancel.lease_id) for to, cancel in of(m.CancelLease, sent)] == [("judge#1", score.lease_id)]
+    assert desk.coordinator.members.nodes["judge"].lease_ids == {unrelated.lease_id}
+    sent = desk.say("judge#1", m.LeaseCancelled(lease_id=score.lease_id, reason="withdrawn"))
+    assert [ack.accepted for _, ack in of(m.Ack, sent)] == [True]
