@@ -187,7 +187,7 @@ class GenerateLease(Message):
     prompt: str
     sample_indices: list[int]
     sampling: Sampling
-    seed: int
+    seed: int  # of the group, the same in each of its leases; for engines that sample each completion from a generator of its own
     timeout_s: float
 
 
