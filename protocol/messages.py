@@ -220,7 +220,7 @@ class LeaseFailed(Message):
 
 
 class CancelLease(Message):
-    """Coordinator -> node: stop working on the lease; answer with ``LeaseCancelled``."""
+    """Coordinator -> node: stop working on the lease; answer with ``LeaseCancelled``, or with the verdict if it is being made."""
 
     kind: ClassVar[str] = "cancel_lease"
 

@@ -32,8 +32,8 @@ class Desk:
         )
         self.seq = 0
 
-    def join(self, role, name, life=1, capacity=2):
-        hello = m.Hello(role=role, node_id=name, host="h", pid=life, capacity=capacity, holds=m.VersionTag(version=0))
+    def join(self, role, name, life=1, capacity=2, host="h"):
+        hello = m.Hello(role=role, node_id=name, host=host, pid=life, capacity=capacity, holds=m.VersionTag(version=0))
         return self.say(f"{name}#{life}", hello if role == "rollout" else hello.model_copy(update={"holds": None}))
 
     def say(self, identity, message, **arrays):
@@ -416,3 +416,16 @@ def test_judgements_of_a_group_that_is_given_up_are_withdrawn(desk):
     assert desk.coordinator.members.nodes["judge"].lease_ids == {unrelated.lease_id}
     sent = desk.say("judge#1", m.LeaseCancelled(lease_id=score.lease_id, reason="withdrawn"))
     assert [ack.accepted for _, ack in of(m.Ack, sent)] == [True]
+
+
+@pytest.mark.parametrize("store", ["127.0.0.1:9", "localhost:9", "[::1]:9"])
+def test_weights_that_are_offered_where_another_machine_can_not_reach_them_are_refused_with_the_remedy(trio, store):
+    assert of(m.SyncPlan, trio.say("learner#1", m.SyncRequest(tag=V1, stores=[store]))), "all are on one machine"
+    trio.join("rollout", "far", host="elsewhere")
+    [(to, refused)] = of(m.Refused, trio.say("learner#1", m.SyncRequest(tag=V1, stores=["10.0.0.1:9", store])))
+    assert to == "learner#1"
+    assert (
+        f"offers its weights at {store}, which rollout nodes on elsewhere can't reach. Set learner.host"
+        in refused.reason
+    )
+    assert of(m.SyncPlan, trio.say("learner#1", m.SyncRequest(tag=V1, stores=["10.0.0.1:9"])))
