@@ -158,6 +158,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ForebayError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except (
+        OSError
+    ) as error:  # of the files and folders that the user named; ours are within a role, which has its own words
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}.", file=sys.stderr, flush=True)
+        return ForebayError.exit_code
     except KeyboardInterrupt:
         return 130
 
@@ -261,10 +268,19 @@ def _check(args: argparse.Namespace) -> int:
 
 def _where(args: argparse.Namespace) -> tuple[str, Keys | None]:
     """Address and keys of the run that a tool is asked about."""
+    from common.errors import ConfigError
+    from protocol.config import check_address
     from protocol.security import read_keys
 
     if args.address:
-        return args.address, read_keys(args.key_file) if args.key_file else None
+        if args.overrides:
+            raise ConfigError("--set changes a config: it needs --config, not --address.")
+        try:
+            return check_address(args.address), read_keys(args.key_file) if args.key_file else None
+        except ValueError as error:
+            raise ConfigError(f"--address {args.address} {error}.") from None
+    if args.key_file:
+        raise ConfigError("--key-file goes with --address; a config names its own (run.key_file).")
     run = _load(args).run
     return run.address, run.read_keys()
 
@@ -333,16 +349,26 @@ def _data(args: argparse.Namespace) -> int:
     import common.logs
 
     common.logs.setup("reward", level="warning")
-    return data.check(config, args.tasks, repeat=max(1, args.repeat))
+    return data.check(config, args.tasks, repeat=args.repeat)
 
 
 def _faults(args: argparse.Namespace) -> int:
+    from common.errors import ConfigError
     from services.faults import soak, suite
 
+    is_soak = args.soak is not None or args.kills is not None
+    if is_soak and (args.case or args.stage or args.real or args.json or args.list):
+        raise ConfigError(
+            "--soak and --kills are one run of their own: without --case, --stage, --real, --json and --list."
+        )
+    if (args.soak or args.kills or 0) <= 0 and is_soak:
+        raise ConfigError("--soak takes a number of seconds, --kills a number of kills: more than 0.")
+    if args.case and args.stage:
+        raise ConfigError("--case names cases of any stage: leave out --stage.")
     if args.list:
         print(suite.list_table(suite.select(args.case, args.stage, real=True)), end="")
         return 0
-    if args.soak is not None or args.kills is not None:
+    if is_soak:
         return soak.main(kills=args.kills, seconds=args.soak, seed=args.seed, keep=args.keep)
     return suite.main(
         names=args.case, stages=args.stage, real=args.real, seed=args.seed, json_path=args.json, keep=args.keep

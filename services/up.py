@@ -147,8 +147,13 @@ def _prepare(config_path: Path | None, resume: Path | None, overrides: list[str]
     config = config.model_copy(update={"run": config.run.model_copy(update={"id": f"{config.run.id}-{stamp}"})})
     require_consistent(config, str(config_path))
     run_dir = config.run.run_dir
-    run_dir.mkdir(parents=True)
-    (run_dir / "config.json").write_text(config.model_dump_json(indent=1))
+    try:
+        run_dir.mkdir(parents=True)
+        (run_dir / "config.json").write_text(config.model_dump_json(indent=1))
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir: {run_dir} can't be made: {error.strerror}. Choose another with --set run.dir=DIR."
+        ) from None
     return config, True
 
 

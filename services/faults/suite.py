@@ -67,6 +67,8 @@ def main(
 ) -> int:
     """Body of ``forebay faults``: 0 only if every case that could run has passed."""
     cases = select(names, stages, real=real)
+    if json_path is not None and not json_path.parent.is_dir():
+        raise ConfigError(f"--json {json_path}: there is no folder {json_path.parent}.")
     console = Console()
     results: list[Result] = []
     console.print(_line([name for name, _ in _COLUMNS]), soft_wrap=True)

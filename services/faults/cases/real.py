@@ -108,8 +108,8 @@ def _engine_dies(scene: Scene) -> None:
     roles = _start(scene)
     children = descendants(roles["a"].pid)
     assert children, "vLLM runs in processes of its own"
-    scene.kill_at(roles["a"], "sample_result")
-    assert_gone(children, within_s=20)
+    scene.kill_at(roles["a"], "sample_result", after_step=1)
+    assert_gone(children, within_s=60)
     roles["a"] = scene.run.again(roles["a"])
     scene.run.wait_until(lambda s: roles["a"].pid in {node["pid"] for node in s["nodes"]}, START_S)
     assert not (left := leftovers.found()), f"left behind: {left}"
@@ -121,9 +121,10 @@ def _engine_core_dies(scene: Scene) -> None:
     roles = _start(scene)
     cores = [pid for pid in descendants(roles["a"].pid) if b"EngineCore" in _command(pid)]
     assert cores, "no engine core below the rollout node"
-    rule = scene.proxy.when("sample_result", lambda _: [os.kill(pid, 9) for pid in cores])
-    scene.inject(rule.wait(60))
-    code = roles["a"].exit_code(60)
+    with scene.run.held_at(1):
+        rule = scene.proxy.when("sample_result", lambda _: [os.kill(pid, 9) for pid in cores])
+    scene.inject(rule.wait())
+    code = roles["a"].exit_code()
     scene.detect()
     assert code == 1, f"the node ended with {code}"
     assert "engine process died" in roles["a"].error(), f"the node said: {roles['a'].error()[:500]}"
@@ -141,9 +142,10 @@ def _learner_dies(scene: Scene) -> None:
     """In the optimizer step, 0.1 s after the batch came."""
     roles = _start(scene)
     killer = threading.Timer(0.1, roles["learner"].process.kill)
-    rule = scene.proxy.when("batch", lambda _: killer.start())
-    scene.inject(rule.wait(60))
-    roles["learner"].exit_code(30)
+    with scene.run.held_at(1):
+        rule = scene.proxy.when("batch", lambda _: killer.start())
+    scene.inject(rule.wait())
+    roles["learner"].exit_code()
     roles["learner"] = _learner(scene, 1)
     _finish(scene, roles)
 
@@ -154,12 +156,13 @@ def _rank_dies(scene: Scene) -> None:
     ranks = sorted(pid for pid in descendants(roles["learner"].pid) if b"services.learner" in _command(pid))
     assert len(ranks) == 2, "not two ranks below the learner"
     killer = threading.Timer(0.1, os.kill, (ranks[-1], 9))
-    rule = scene.proxy.when("batch", lambda _: killer.start())
-    scene.inject(rule.wait(60))
-    code = roles["learner"].exit_code(120)
+    with scene.run.held_at(1):
+        rule = scene.proxy.when("batch", lambda _: killer.start())
+    scene.inject(rule.wait())
+    code = roles["learner"].exit_code()
     scene.detect(time.time())
     assert code == 128 + 9, f"the world ended with {code}"
-    assert_gone(ranks, within_s=20)
+    assert_gone(ranks, within_s=60)
     roles["learner"] = _learner(scene, 2)
     _finish(scene, roles)
 
