@@ -57,7 +57,7 @@ with warnings.catch_warnings(), _compiled_when_called():
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException
     from megatron.core.dist_checkpointing.core import save_config as save_checkpoint_config
-    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
     from megatron.core.dist_checkpointing.strategies.torch import (
         MCoreSavePlanner,
@@ -168,6 +168,7 @@ __all__ = [
     "SequentialMLP",
     "ShardedObject",
     "ShardedTensor",
+    "ShardedTensorFactory",
     "StrictHandling",
     "TransformerBlockSubmodules",
     "TransformerConfig",
