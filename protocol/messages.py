@@ -72,6 +72,9 @@ class Hello(Message):
     num_workers: int = 0  # rollout only: engine workers that take weights, one rank of a sync group each
     isolation: str = ""  # reward only: what its sandbox is made of
     open_leases: list[OpenLease] = []  # of an earlier session: a coordinator that restarted lets them stand
+    settled_tokens: int = (
+        -1
+    )  # rollout only: generated ones that it knows a coordinator to have counted; -1: it does not say
 
 
 class Welcome(Message):

@@ -28,9 +28,7 @@ def parser() -> argparse.ArgumentParser:
     _add_set(up)
 
     for role in ROLES:
-        one = commands.add_parser(
-            role, help=f"run one {role}" + (" (also under torchrun)" if role == "learner" else "")
-        )
+        one = commands.add_parser(role, help=f"run one {role}")
         one.add_argument("--config", type=Path, required=role != "reward")
         one.add_argument("--node-id", default="", help="name in logs and status; must be unique in the run")
         if role == "reward":
@@ -38,6 +36,13 @@ def parser() -> argparse.ArgumentParser:
                 "--once", metavar="IN", help="without a run: judge the lines of this JSONL file (-: stdin)"
             )
             one.add_argument("--out", metavar="OUT", help="with --once: where the verdicts go (-: stdout)")
+        if role == "learner":
+            one.add_argument(
+                "--ranks", type=int, default=1, metavar="N", help="ranks on this machine, one a GPU (default 1)"
+            )
+            one.add_argument("--nodes", type=int, default=1, metavar="N", help="machines with as many each (default 1)")
+            one.add_argument("--node-rank", type=int, default=0, metavar="K", help="which of them this is, from 0")
+            one.add_argument("--master", default="", metavar="HOST:PORT", help="of machine 0, where the ranks meet")
         _add_set(one)
 
     judge = commands.add_parser("judge", help="judge one completion here, and explain the verdict")
@@ -219,6 +224,11 @@ def _role(args: argparse.Namespace) -> int:
         args.command, run_dir=config.run.run_dir, config=config.model_dump(mode="json"), node_id=args.node_id
     )
     if args.command == "learner":
+        from services.learner import launch
+
+        place = launch.Place(args.ranks, args.nodes, args.node_rank, args.master)
+        if place != launch.Place():
+            return launch.launch(_rank_argv(args), place)
         from services.learner.service import main as learner_main
 
         learner_main(config.run, config.learner, node_id=args.node_id)
@@ -236,6 +246,12 @@ def _role(args: argparse.Namespace) -> int:
     from services.reward.service import main as reward_main
 
     return run_main(lambda: reward_main(config.run, config.reward, node_id=args.node_id))
+
+
+def _rank_argv(args: argparse.Namespace) -> list[str]:
+    """The same learner as one rank of a world."""
+    sets = [word for override in args.overrides for word in ("--set", override)]
+    return [sys.executable, "-m", "services.learner", "--config", str(args.config), "--node-id", args.node_id, *sets]
 
 
 def _up(args: argparse.Namespace) -> int:

@@ -188,8 +188,7 @@ class Fleet:
         argv += [] if role == "coordinator" else ["--node-id", name]
         env: dict[str, str] = {}
         if role == "learner" and up.learner_procs > 1:
-            torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(up.learner_procs)]
-            argv = [sys.executable, "-m", *torchrun, "-m", "services.learner", *argv[3:]]
+            argv += ["--ranks", str(up.learner_procs)]
         if role == "learner" and up.learner_devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, up.learner_devices))
         if role == "rollout" and up.rollout_devices:

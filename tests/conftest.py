@@ -7,6 +7,7 @@ goes file by file to whichever process is free. Without pytest-xdist's ``-n`` al
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,6 +22,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("forebay")
+
+# A shell that starts a job in the background has it ignore SIGINT, and all its descendants with it. Tests send SIGINT to theirs.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HEAVY = {
     "test_bench_learner", "test_bench_staleness", "test_learner_objectives", "test_megatron_checkpoint", "test_megatron_context",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
 import numpy as np
 
+from common.errors import InvariantError
 from protocol.codec import Array
 from protocol.messages import Batch, BatchSample
 from protocol.versions import staleness
@@ -35,6 +37,25 @@ def make_batch(
     ]
     arrays = {name: np.concatenate([sample.arrays[name] for _, sample in chosen]) for name in _ARRAYS}
     return Batch(step=step, samples=samples, replay=replay, publish=publish), arrays
+
+
+def batch_ages(groups: Sequence[Group], version: int, *, max_staleness: int) -> Counter[int]:
+    """How many samples of a batch that is trained at ``version`` are how many versions old.
+
+    Raises:
+        InvariantError: one is older than ``max_staleness``; admission (``admission.py``) makes that impossible.
+    """
+    ages: Counter[int] = Counter()
+    for group in groups:
+        for sample in group.judged():
+            age = staleness(sample.segments, version)
+            if age > max_staleness:
+                raise InvariantError(
+                    f"Group {group.group_id} sample {sample.sample_index} would be trained {age} versions late; "
+                    f"the cap is {max_staleness}. Segments: {sample.segments}."
+                )
+            ages[age] += 1
+    return ages
 
 
 def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:

@@ -21,6 +21,7 @@ from protocol.suites import TestSuite
 from protocol.tasks import Task
 from protocol.verdicts import Verdict
 from services.coordinator.config import CoordinatorConfig
+from services.coordinator.counts import TokenCounts
 from services.coordinator.groups import Group, Sample, sample_problem
 from services.coordinator.membership import Lease, Members, Node, Reply, is_current
 from services.coordinator.pool import Pool
@@ -44,12 +45,14 @@ class LeaseDesk:
         *,
         pool: Pool,
         members: Members,
+        counts: TokenCounts,
         reply: Reply,
         on_progress: Callable[[], None],
         known_nodes: Iterable[str] = (),
     ) -> None:
         self._run, self._config, self._tasks = run, config, tasks
-        self._pool, self._members, self._reply, self._on_progress = pool, members, reply, on_progress
+        self._pool, self._members, self._counts = pool, members, counts
+        self._reply, self._on_progress = reply, on_progress
         self.verdicts: Counter[str] = Counter()
         self.num_copied = 0  # verdicts that came from a twin
         self._twins = Twins()
@@ -113,12 +116,12 @@ class LeaseDesk:
     def on_sample(self, node: Node, message: m.SampleResult, received: Received) -> None:
         """A completion: acknowledged when it is in the journal."""
         num_tokens = int(received.arrays["completion_ids"].size)
-        node.delivered_tokens += num_tokens
-        if self._pool.has_sample(message.group_id, message.sample_index, received.arrays, lease_id=message.lease_id):
+        if self._pool.has_sample(message.group_id, message.sample_index, received.arrays):
+            self._counts.duplicate(node, num_tokens)
             self._end_if_complete(message)
             return self._reply(node.identity, ACK, received.seq)
         if reason := sample_problem(message, received.arrays) or self._version_problem(message):
-            self._pool.count_thrown_away(num_tokens)
+            self._counts.thrown_away(node, num_tokens)
             log.warning("sample_refused", node=node.node_id, group=message.group_id, reason=reason)
             if lease := self._members.end_lease(message.lease_id):
                 self.failed(lease, reason)
@@ -130,13 +133,23 @@ class LeaseDesk:
             finish_reason=message.finish_reason,
             segments=message.segments,
             arrays=received.arrays,
-            lease_id=message.lease_id,
         )
         if accepted:
+            self._counts.accepted(node, num_tokens)
             self._on_progress()
             self._to_score.append((message.group_id, message.sample_index))
+        else:
+            self._counts.duplicate(node, num_tokens)
         self._end_if_complete(message)
         return self._reply(node.identity, ACK if accepted else m.Ack(accepted=False, reason="duplicate"), received.seq)
+
+    def repeated(self, node: Node, received: Received) -> None:
+        """A request came again that was answered before; its answer goes out again."""
+        message = received.message
+        if isinstance(message, m.SampleResult):
+            self._counts.repeated(node, int(received.arrays["completion_ids"].size))
+        elif isinstance(message, m.LeaseFailed | m.LeaseCancelled):
+            self._counts.repeated(node, message.num_tokens)
 
     def _version_problem(self, message: m.SampleResult) -> str:
         """Why tokens of these versions can't be of this group, or ''. Taken in, they would stop the step that trains on them."""
@@ -150,7 +163,7 @@ class LeaseDesk:
     def _end_if_complete(self, message: m.SampleResult) -> None:
         """The lease, too, of a node whose samples came second."""
         group = self._pool.groups.get(message.group_id)
-        if group is None or not group.missing(self._config.group_size):
+        if group is None or len(group.samples) == self._config.group_size:
             self._members.end_lease(message.lease_id)
 
     def on_score(self, node: Node, message: m.ScoreResult, received: Received) -> None:
@@ -199,8 +212,7 @@ class LeaseDesk:
 
     def on_lease_failed(self, node: Node, message: m.LeaseFailed, received: Received) -> None:
         """The node could not do it."""
-        node.delivered_tokens += message.num_tokens
-        self._pool.count_thrown_away(message.num_tokens)
+        self._counts.thrown_away(node, message.num_tokens)
         if lease := self._members.end_lease(message.lease_id):
             log.warning(
                 "lease_failed",
@@ -214,8 +226,7 @@ class LeaseDesk:
 
     def on_lease_cancelled(self, node: Node, message: m.LeaseCancelled, received: Received) -> None:
         """The node gave it back; no attempt is counted."""
-        node.delivered_tokens += message.num_tokens
-        self._pool.count_thrown_away(message.num_tokens)
+        self._counts.thrown_away(node, message.num_tokens)
         if lease := self._members.end_lease(message.lease_id):
             self.interrupted([lease])
         self._reply(node.identity, ACK, received.seq)
@@ -333,8 +344,8 @@ class LeaseDesk:
         if suspect:
             nodes = [node for node in nodes if not self._members.has_suspect(node)]
         best, most = None, 0
-        for node in nodes:
-            if (free := node.free) > most:
+        for node in nodes:  # of all nodes, for every lease: ``node.free`` would cost three times as much
+            if (free := node.capacity - len(node.lease_ids)) > most:
                 best, most = node, free
         return best
 

@@ -43,7 +43,7 @@ class RolloutNode:
         self._leases: dict[str, asyncio.Task[None]] = {}
         self._open: dict[str, m.OpenLease] = {}  # the same, for a coordinator that has restarted
         self._settled_tokens = (
-            0  # that the coordinator has in its ledger: delivered, or thrown away while this node was idle
+            0  # that the coordinator is known to have in its ledger: delivered, or thrown away while this node was idle
         )
         self._idle_tokens: int | None = None  # generated at the last heartbeat, if no lease was open
         self._plan: m.SyncPlan | None = None
@@ -57,6 +57,7 @@ class RolloutNode:
         channel.hello_fields = lambda: {
             "holds": engine.holds,
             "num_workers": engine.num_workers,
+            "settled_tokens": self._settled_tokens,
             "open_leases": list(self._open.values()),
         }
         channel.beat_fields = self._beat_fields
@@ -68,7 +69,6 @@ class RolloutNode:
             "holds": self.engine.holds,
             "counters": {
                 "generated_tokens": float(self.engine.generated_tokens()),
-                "settled_tokens": float(self._settled_tokens),
                 "idle_s": self._idle.total_s,
                 "paused_s": self._paused_s,
             },

@@ -1,6 +1,6 @@
 """One rank of a world that test_megatron_checkpoint.py starts: goes on from a checkpoint in each layout of LAYOUTS.
 
-python -m torch.distributed.run --standalone --nproc-per-node 4 megatron_checkpoint_world.py MODEL CHECKPOINT OUT
+python -m services.learner.launch --ranks 4 -- python megatron_checkpoint_world.py MODEL CHECKPOINT OUT
 """
 
 from __future__ import annotations

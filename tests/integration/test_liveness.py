@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -96,13 +97,10 @@ def test_a_training_thread_that_nothing_can_interrupt_is_ended_with_the_wait_it_
         run.assert_all_exit(coordinator, code=143)
 
 
-def torchrun(run, *, num_ranks):
+def world_of(run, *, num_ranks):
     """The learner as a world of ``num_ranks`` processes."""
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    argv += ["-m", "services.learner", "--config", str(run.config_path), "--node-id", "learner"]
-    role = Role("learner", ["env", "OMP_NUM_THREADS=1", *argv], run.folder / "learner.log")
-    run.roles.append(role)
-    return role
+    words = ["--config", str(run.config_path), "--node-id", "learner", "--ranks", str(num_ranks)]
+    return run.spawn("learner", [sys.executable, "-m", "services.learner", *words])
 
 
 def test_the_ranks_of_a_learner_survive_a_batch_that_takes_longer_than_their_limit(tmp_path):
@@ -115,27 +113,52 @@ def test_the_ranks_of_a_learner_survive_a_batch_that_takes_longer_than_their_lim
         "coordinator.generate_timeout_s": 50,
     }
     with Run(tmp_path, changes) as run:
-        roles = [run.start("coordinator"), run.start("reward"), run.start("rollout"), torchrun(run, num_ranks=2)]
+        roles = [run.start("coordinator"), run.start("reward"), run.start("rollout"), world_of(run, num_ranks=2)]
         run.assert_all_exit(*roles)
         summary = run.assert_finished()
         assert max(step["time/wait_batch_s"] for step in summary["steps"]) > 2 * 3, "or this shows nothing"
 
 
-def test_a_rank_that_stands_still_ends_its_world_with_the_wait_and_its_limit(tmp_path):
-    with Run(tmp_path, {"learner.wait_timeout_s": 4, "coordinator.max_steps": 1000}) as run:
+def test_a_rank_that_stands_still_within_a_step_ends_its_world_with_the_wait_and_what_it_was_at(tmp_path):
+    changes = {"learner.wait_timeout_s": 15, "learner.fake_step_s": 2, "coordinator.max_steps": 1000}
+    with Run(tmp_path, changes) as run:
         roles = [run.start("coordinator"), run.start("reward"), run.start("rollout")]
-        learner = torchrun(run, num_ranks=2)
-        run.wait_for_step(2)
+        learner = world_of(run, num_ranks=2)
+        run.wait_for_step(1)
         second = next(pid for pid in children_of(learner.process.pid) if rank_of(pid) == "1")
-        os.kill(second, signal.SIGSTOP)
+        step = freeze_within_a_step(run, second)
         deadline = time.monotonic() + 120
         while "error: " not in learner.log.read_text() and time.monotonic() < deadline:
             time.sleep(0.1)
-        os.kill(second, signal.SIGCONT)  # torchrun would give it half a minute to end
-        assert learner.exit_code() != 0
+        os.kill(second, signal.SIGCONT)  # so that it need not be killed
+        assert learner.exit_code() == 5, "not that of the rank which lost the other"
         words = one_line(learner.log.read_text().partition("error: ")[2])
+        assert f"for train step {step}" in words
         assert "from rank 1, and it did not come. The limit is learner.wait_timeout_s" in words
+        assert f"rank 1 (pid {second} on " in words
+        assert "gives no sign since 1" in words
+        assert f"when it was at train step {step}" in words
+        assert {path.name.rpartition("-")[0] for path in run.run_dir.glob("reports/*")} >= {"learner", "learner-rank1"}
         run.assert_all_exit(run.stop(), *roles)
+
+
+def freeze_within_a_step(run, pid):
+    """Suspend rank 1 while it trains, as the others see it; returns the step. Elsewhere it is let go, and suspended again later."""
+    for _ in range(20):
+        run.wait_until(lambda s: s["groups"]["batched"])
+        os.kill(pid, signal.SIGSTOP)
+        status = run.wait_until(lambda s: any(map(misses_rank_1, s["waits"])))
+        what = next(wait["what"] for wait in status["waits"] if misses_rank_1(wait))
+        if found := re.fullmatch(r"train step (\d+) \(last sign: train step \1\)", what):
+            return int(found[1])
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(1)
+    raise AssertionError("it was never within a step")
+
+
+def misses_rank_1(wait):
+    """Whether it comes from the ranks' signs of life."""
+    return wait["on"] == "rank 1" and "(last sign: " in wait["what"]
 
 
 def one_line(text):

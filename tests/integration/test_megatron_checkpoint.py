@@ -51,7 +51,7 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other(model: Path, tmp_path: 
         save_checkpoint(policy, tmp_path / kind, 3, {})
         states[kind] = state_of(tmp_path / kind / "step-00000003", tmp_path / "whole.pt")
     script = REPO / "tests/integration/megatron_checkpoint_world.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
+    command = [sys.executable, "-m", "services.learner.launch", "--ranks", "4", "--", sys.executable, str(script)]
     done = subprocess.run(
         [*command, str(model), str(tmp_path), str(tmp_path)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},

@@ -66,9 +66,8 @@ class CutRun(Run):
         if name != "learner":
             self.live[name] = self.start({"judge": "reward", "a": "rollout"}.get(name, name), name)
             return
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.num_ranks)]
-        words = ["services.learner", "--config", str(self.config_path), "--node-id", name]
-        self.live[name] = self.spawn(name, [sys.executable, *(torchrun if self.num_ranks > 1 else []), "-m", *words])
+        words = ["--config", str(self.config_path), "--node-id", name, "--ranks", str(self.num_ranks)]
+        self.live[name] = self.spawn(name, [sys.executable, "-m", "services.learner", *words])
 
     def start_roles(self, *names: str) -> None:
         """Start several; all, if none is named."""

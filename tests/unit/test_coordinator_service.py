@@ -143,7 +143,7 @@ def test_a_result_whose_acknowledgement_was_lost_is_counted_once(desk):
         [(_, ack)] = of(m.Ack, desk.sample("gen#1", lease, 0))
         assert ack.accepted
     assert desk.coordinator.pool.ledger.received == 3
-    assert desk.coordinator.members.nodes["gen"].delivered_tokens == 3
+    assert desk.coordinator.members.nodes["gen"].counted_tokens == 3
 
 
 def test_a_lease_whose_group_another_node_finished_is_over(desk):

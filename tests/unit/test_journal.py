@@ -12,7 +12,8 @@ from protocol.versions import Segment
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.cursor import TaskCursor
 from services.coordinator.journal import Journal
-from services.coordinator.pool import Pool, Record
+from services.coordinator.pool import Pool
+from services.coordinator.records import Record
 
 GOOD = JudgeResult(verdict=Verdict.ACCEPTED, reward=1.0)
 BAD = JudgeResult(verdict=Verdict.WRONG_ANSWER, reward=0.0)
@@ -92,7 +93,7 @@ async def test_a_task_that_is_out_stays_out_after_a_restart_and_its_place_is_fil
     assert [group.task_index for group in life.pool.groups.values()] == [0]
     life.pool.generation_failed(0, "200 tokens, run.max_prompt_tokens is 64", permanent=True)
     life = await restarted(life, groups_per_step=1, max_staleness=0)
-    assert life.pool.tasks_out == {0: "200 tokens, run.max_prompt_tokens is 64"}
+    assert life.pool.poison.out == {0: "200 tokens, run.max_prompt_tokens is 64"}
     drawn = []
     for step in range(1, 12):
         drawn += [group.task_index for group in life.pool.groups.values()]
@@ -106,14 +107,14 @@ async def test_a_task_that_is_out_stays_out_after_a_restart_and_its_place_is_fil
 async def test_failures_of_a_task_that_recovers_are_forgotten(restarted):
     life = await restarted(generate_attempts=1)
     life.pool.generation_failed(0, "boom")
-    assert life.pool.task_failures == {0: 1}
+    assert life.pool.poison.failures == {0: 1}
     life = await restarted(life, generate_attempts=1)
-    assert life.pool.task_failures == {0: 1}
+    assert life.pool.poison.failures == {0: 1}
     group = next(group for group in life.pool.groups.values() if group.task_index == 0)
     life.finish(group.group_id)
     life = await restarted(life)
-    assert life.pool.task_failures == {}
-    assert life.pool.tasks_out == {}
+    assert life.pool.poison.failures == {}
+    assert life.pool.poison.out == {}
 
 
 async def test_how_often_a_group_was_overtaken_survives(restarted):
@@ -223,10 +224,10 @@ async def test_a_truncated_journal_is_refused_and_left_as_it_is(tmp_path):
 
 async def test_a_journal_with_flipped_bytes_in_its_tokens_is_refused(tmp_path):
     path = journal_file(tmp_path)
-    data = bytearray(path.read_bytes())
-    at = data.index(np.arange(1000, 1010, dtype=np.int32).tobytes())
-    data[at + 4] ^= 0x40
-    path.write_bytes(data)
+    tokens = np.arange(1000, 1010, dtype=np.int32).tobytes()
+    flipped = bytearray(tokens)
+    flipped[4] ^= 0x40
+    path.write_bytes(path.read_bytes().replace(tokens, flipped))  # in what is deleted, too
     assert "fail their checksum" in refusal(path)
 
 

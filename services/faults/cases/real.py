@@ -94,11 +94,8 @@ def _start(scene: Scene, *, ranks: int = 1) -> dict[str, Role]:
 
 
 def _learner(scene: Scene, ranks: int) -> Role:
-    if ranks == 1:
-        return scene.run.start("learner")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "services.learner"]
-    words = ["--config", str(scene.run.config_path), "--node-id", "learner"]
-    return scene.run.spawn("learner", [sys.executable, *torchrun, *words])
+    words = ["--config", str(scene.run.config_path), "--node-id", "learner", "--ranks", str(ranks)]
+    return scene.run.spawn("learner", [sys.executable, "-m", "services.learner", *words])
 
 
 def _finish(scene: Scene, roles: dict[str, Role]) -> None:
@@ -155,17 +152,17 @@ def _learner_dies(scene: Scene) -> None:
 
 
 def _rank_dies(scene: Scene) -> None:
-    """One rank of two: torchrun ends the other, and a new world trains the batch."""
+    """One rank of two: its world ends, with the code of the kill, and a new one trains the batch."""
     roles = _start(scene, ranks=2)
     ranks = sorted(pid for pid in descendants(roles["learner"].pid) if b"services.learner" in _command(pid))
-    assert len(ranks) >= 2, "no ranks below torchrun"
+    assert len(ranks) == 2, "not two ranks below the learner"
     killer = threading.Timer(0.1, os.kill, (ranks[-1], 9))
     with scene.run.held_at(1):
         rule = scene.proxy.when("batch", lambda _: killer.start())
     scene.inject(rule.wait())
     code = roles["learner"].exit_code()
     scene.detect(time.time())
-    assert code != 0, "torchrun says that all is well"
+    assert code == 128 + 9, f"the world ended with {code}"
     assert_gone(ranks, within_s=60)
     roles["learner"] = _learner(scene, 2)
     _finish(scene, roles)
