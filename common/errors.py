@@ -3,6 +3,7 @@
     ForebayError                exit  1   anything below; the message says what, where, and what to do
     |- ConfigError              exit  2   a config, task file, flag or model folder is wrong; nothing was started
     |- PeerError                exit  3   another process could not be reached, or refused us
+    |   `- RankLost             exit  1   a rank of the learner ended because another had; the world ends with that one's code
     |- ProtocolError            exit  4   a frame or message breaks the protocol
     |- WaitTimeout              exit  5   a named wait passed its deadline
     |- InvariantError           exit  6   the ledger, a version or the journal contradicts itself
@@ -37,6 +38,12 @@ class PeerError(ForebayError):
     """A peer is not there, went away, or refused this process (other run, other protocol version)."""
 
     exit_code = 3
+
+
+class RankLost(PeerError):
+    """Another rank of the learner is gone. This one has no reason of its own to end, so its exit code is the one that says least."""
+
+    exit_code = 1
 
 
 class ProtocolError(ForebayError):

@@ -13,6 +13,22 @@ if TYPE_CHECKING:
     from protocol.security import Keys
 
 
+WILDCARDS = ("0.0.0.0", "*", "[::]", "::")  # all addresses of a machine: fit to listen on, and not to connect to
+
+
+def check_address(value: str) -> str:
+    """``value``, which names a ZeroMQ endpoint.
+
+    Raises:
+        ValueError: it can't be one.
+    """
+    host, _, port = value.removeprefix("tcp://").rpartition(":")
+    is_tcp = value.startswith("tcp://") and host != "" and port.isdecimal() and 0 < int(port) < 65536
+    if is_tcp or (value.startswith("ipc://") and value != "ipc://"):
+        return value
+    raise ValueError("must be tcp://HOST:PORT (ports are 1 to 65535) or ipc://PATH")
+
+
 class RunConfig(StrictModel):
     """One run. Relative paths are relative to the working directory of each process."""
 
@@ -39,13 +55,9 @@ class RunConfig(StrictModel):
     @field_validator("address")
     @classmethod
     def _an_address(cls, value: str) -> str:
-        if value.startswith("ipc://") or (value.startswith("tcp://") and value.rsplit(":", 1)[-1].isdigit()):
-            if "://0.0.0.0:" in value or "://*:" in value:
-                raise ValueError(
-                    "is where nodes connect to, so it must name a host; what to listen on is coordinator.bind"
-                )
-            return value
-        raise ValueError("must be tcp://HOST:PORT or ipc://PATH")
+        if value.removeprefix("tcp://").rpartition(":")[0] in WILDCARDS:
+            raise ValueError("is where nodes connect to, so it must name a host; what to listen on is coordinator.bind")
+        return check_address(value)
 
     def read_keys(self) -> Keys | None:
         """The run's keys, or None when it has none.

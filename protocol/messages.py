@@ -74,6 +74,9 @@ class Hello(Message):
     num_workers: int = 0  # rollout only: engine workers that take weights, one rank of a sync group each
     isolation: str = ""  # reward only: what its sandbox is made of
     open_leases: list[OpenLease] = []  # of an earlier session: a coordinator that restarted lets them stand
+    settled_tokens: int = (
+        -1
+    )  # rollout only: generated ones that it knows a coordinator to have counted; -1: it does not say
 
 
 class Welcome(Message):
@@ -186,7 +189,7 @@ class GenerateLease(Message):
     prompt: str
     sample_indices: list[int]
     sampling: Sampling
-    seed: int
+    seed: int  # of the group, the same in each of its leases; for engines that sample each completion from a generator of its own
     timeout_s: float
 
 
@@ -221,7 +224,7 @@ class LeaseFailed(Message):
 
 
 class CancelLease(Message):
-    """Coordinator -> node: stop working on the lease; answer with ``LeaseCancelled``."""
+    """Coordinator -> node: stop working on the lease; answer with ``LeaseCancelled``, or with the verdict if it is being made."""
 
     kind: ClassVar[str] = "cancel_lease"
 

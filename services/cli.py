@@ -28,9 +28,7 @@ def parser() -> argparse.ArgumentParser:
     _add_set(up)
 
     for role in ROLES:
-        one = commands.add_parser(
-            role, help=f"run one {role}" + (" (also under torchrun)" if role == "learner" else "")
-        )
+        one = commands.add_parser(role, help=f"run one {role}")
         one.add_argument("--config", type=Path, required=role != "reward")
         one.add_argument("--node-id", default="", help="name in logs and status; must be unique in the run")
         if role == "reward":
@@ -38,6 +36,13 @@ def parser() -> argparse.ArgumentParser:
                 "--once", metavar="IN", help="without a run: judge the lines of this JSONL file (-: stdin)"
             )
             one.add_argument("--out", metavar="OUT", help="with --once: where the verdicts go (-: stdout)")
+        if role == "learner":
+            one.add_argument(
+                "--ranks", type=int, default=1, metavar="N", help="ranks on this machine, one a GPU (default 1)"
+            )
+            one.add_argument("--nodes", type=int, default=1, metavar="N", help="machines with as many each (default 1)")
+            one.add_argument("--node-rank", type=int, default=0, metavar="K", help="which of them this is, from 0")
+            one.add_argument("--master", default="", metavar="HOST:PORT", help="of machine 0, where the ranks meet")
         _add_set(one)
 
     judge = commands.add_parser("judge", help="judge one completion here, and explain the verdict")
@@ -153,6 +158,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ForebayError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except (
+        OSError
+    ) as error:  # of the files and folders that the user named; ours are within a role, which has its own words
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}.", file=sys.stderr, flush=True)
+        return ForebayError.exit_code
     except KeyboardInterrupt:
         return 130
 
@@ -212,6 +224,11 @@ def _role(args: argparse.Namespace) -> int:
         args.command, run_dir=config.run.run_dir, config=config.model_dump(mode="json"), node_id=args.node_id
     )
     if args.command == "learner":
+        from services.learner import launch
+
+        place = launch.Place(args.ranks, args.nodes, args.node_rank, args.master)
+        if place != launch.Place():
+            return launch.launch(_rank_argv(args), place)
         from services.learner.service import main as learner_main
 
         learner_main(config.run, config.learner, node_id=args.node_id)
@@ -231,6 +248,12 @@ def _role(args: argparse.Namespace) -> int:
     return run_main(lambda: reward_main(config.run, config.reward, node_id=args.node_id))
 
 
+def _rank_argv(args: argparse.Namespace) -> list[str]:
+    """The same learner as one rank of a world."""
+    sets = [word for override in args.overrides for word in ("--set", override)]
+    return [sys.executable, "-m", "services.learner", "--config", str(args.config), "--node-id", args.node_id, *sets]
+
+
 def _up(args: argparse.Namespace) -> int:
     from services import up
 
@@ -245,10 +268,19 @@ def _check(args: argparse.Namespace) -> int:
 
 def _where(args: argparse.Namespace) -> tuple[str, Keys | None]:
     """Address and keys of the run that a tool is asked about."""
+    from common.errors import ConfigError
+    from protocol.config import check_address
     from protocol.security import read_keys
 
     if args.address:
-        return args.address, read_keys(args.key_file) if args.key_file else None
+        if args.overrides:
+            raise ConfigError("--set changes a config: it needs --config, not --address.")
+        try:
+            return check_address(args.address), read_keys(args.key_file) if args.key_file else None
+        except ValueError as error:
+            raise ConfigError(f"--address {args.address} {error}.") from None
+    if args.key_file:
+        raise ConfigError("--key-file goes with --address; a config names its own (run.key_file).")
     run = _load(args).run
     return run.address, run.read_keys()
 
@@ -317,16 +349,26 @@ def _data(args: argparse.Namespace) -> int:
     import common.logs
 
     common.logs.setup("reward", level="warning")
-    return data.check(config, args.tasks, repeat=max(1, args.repeat))
+    return data.check(config, args.tasks, repeat=args.repeat)
 
 
 def _faults(args: argparse.Namespace) -> int:
+    from common.errors import ConfigError
     from services.faults import soak, suite
 
+    is_soak = args.soak is not None or args.kills is not None
+    if is_soak and (args.case or args.stage or args.real or args.json or args.list):
+        raise ConfigError(
+            "--soak and --kills are one run of their own: without --case, --stage, --real, --json and --list."
+        )
+    if (args.soak or args.kills or 0) <= 0 and is_soak:
+        raise ConfigError("--soak takes a number of seconds, --kills a number of kills: more than 0.")
+    if args.case and args.stage:
+        raise ConfigError("--case names cases of any stage: leave out --stage.")
     if args.list:
         print(suite.list_table(suite.select(args.case, args.stage, real=True)), end="")
         return 0
-    if args.soak is not None or args.kills is not None:
+    if is_soak:
         return soak.main(kills=args.kills, seconds=args.soak, seed=args.seed, keep=args.keep)
     return suite.main(
         names=args.case, stages=args.stage, real=args.real, seed=args.seed, json_path=args.json, keep=args.keep

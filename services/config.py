@@ -26,7 +26,7 @@ class UpConfig(StrictModel):
 
     rollout_nodes: int = Field(default=1, ge=0)
     reward_nodes: int = Field(default=1, ge=0)
-    learner_procs: int = Field(default=1, ge=0)  # ranks of the torchrun world; 0: no learner here
+    learner_procs: int = Field(default=1, ge=0)  # ranks of the learner; 0: no learner here
     rollout_devices: list[list[int]] = []  # CUDA devices of each rollout node, in order
     learner_devices: list[int] = []  # CUDA devices of the learner, one a rank
     max_restarts: int = Field(default=3, ge=0)  # of each process, after a crash

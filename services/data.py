@@ -144,6 +144,8 @@ def check(config: RewardConfig, path: Path, *, repeat: int) -> int:
     Raises:
         ConfigError: the task file can't be used.
     """
+    if repeat < 1:
+        raise ConfigError(f"--repeat must be 1 or more, not {repeat}.")
     tasks = load_tasks(path)
     solved = [task for task in tasks if task.tests.solution]
     table = Table(title=f"{path}: {len(tasks)} tasks, {len(solved)} with a solution; each judged {repeat} times")

@@ -35,6 +35,10 @@ def main(config: Config, models: list[Path], tasks_path: Path, *, num_samples: i
     """
     if num_samples < 1:
         raise ConfigError(f"--samples must be 1 or more, not {num_samples}.")
+    if config.rollout.engine == "fake":
+        raise ConfigError(
+            "rollout.engine = fake writes the same text whatever the model is: its solve rate says nothing."
+        )
     tasks = load_tasks(tasks_path)
     for model in models:
         if not (model / "config.json").is_file():

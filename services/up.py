@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -81,7 +82,10 @@ class Child:
         lines = self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
         for index in range(len(lines) - 1, -1, -1):
             if lines[index].startswith("error: "):
-                return "\n".join(lines[index:])[:2000].removeprefix("error: ")
+                words = itertools.takewhile(
+                    lambda line: not line.startswith("{"), lines[index:]
+                )  # up to the next event
+                return "\n".join(words)[:2000].removeprefix("error: ")
         return "\n".join(lines[-15:])
 
 
@@ -147,8 +151,13 @@ def _prepare(config_path: Path | None, resume: Path | None, overrides: list[str]
     config = config.model_copy(update={"run": config.run.model_copy(update={"id": f"{config.run.id}-{stamp}"})})
     require_consistent(config, str(config_path))
     run_dir = config.run.run_dir
-    run_dir.mkdir(parents=True)
-    (run_dir / "config.json").write_text(config.model_dump_json(indent=1))
+    try:
+        run_dir.mkdir(parents=True)
+        (run_dir / "config.json").write_text(config.model_dump_json(indent=1))
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir: {run_dir} can't be made: {error.strerror}. Choose another with --set run.dir=DIR."
+        ) from None
     return config, True
 
 
@@ -183,8 +192,7 @@ class Fleet:
         argv += [] if role == "coordinator" else ["--node-id", name]
         env: dict[str, str] = {}
         if role == "learner" and up.learner_procs > 1:
-            torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(up.learner_procs)]
-            argv = [sys.executable, "-m", *torchrun, "-m", "services.learner", *argv[3:]]
+            argv += ["--ranks", str(up.learner_procs)]
         if role == "learner" and up.learner_devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, up.learner_devices))
         if role == "rollout" and up.rollout_devices:

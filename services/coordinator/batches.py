@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
 import numpy as np
 
+from common.errors import InvariantError
 from protocol.codec import Array
 from protocol.messages import Batch, BatchSample
 from protocol.versions import staleness
@@ -38,17 +40,37 @@ def make_batch(
     return Batch(step=step, samples=samples, replay=replay, publish=publish), arrays
 
 
+def batch_ages(groups: Sequence[Group], version: int, *, max_staleness: int) -> Counter[int]:
+    """How many samples of a batch that is trained at ``version`` are how many versions old.
+
+    Raises:
+        InvariantError: one is older than ``max_staleness``; admission (``admission.py``) makes that impossible.
+    """
+    ages: Counter[int] = Counter()
+    for group in groups:
+        for sample in group.judged():
+            age = staleness(sample.segments, version)
+            if age > max_staleness:
+                raise InvariantError(
+                    f"Group {group.group_id} sample {sample.sample_index} would be trained {age} versions late; "
+                    f"the cap is {max_staleness}. Segments: {sample.segments}."
+                )
+            ages[age] += 1
+    return ages
+
+
 def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     """What a step is made of: rewards, share of groups without signal, lengths (tokens), staleness (versions)."""
-    samples = [sample for group in groups for sample in group.judged()]
+    judged = [group.judged() for group in groups]
+    rewards = [[s.result.reward or 0.0 for s in group if s.result is not None] for group in judged]
+    samples = [sample for group in judged for sample in group]
     ages = [staleness(sample.segments, version) for sample in samples]
-    rewards = [reward for group in groups for reward in group.rewards()]
     return {
-        "reward/mean": fmean(rewards),
-        "reward/no_signal_groups": fmean(len(set(group.rewards())) == 1 for group in groups),
-        "completion/tokens_mean": fmean(sample.num_tokens for sample in samples),
-        "completion/truncated": fmean(sample.finish_reason == "length" for sample in samples),
-        "completion/mixed_versions": fmean(len(sample.segments) > 1 for sample in samples),
+        "reward/mean": fmean([reward for group in rewards for reward in group]),
+        "reward/no_signal_groups": fmean([len(set(group)) == 1 for group in rewards]),
+        "completion/tokens_mean": fmean([sample.num_tokens for sample in samples]),
+        "completion/truncated": fmean([sample.finish_reason == "length" for sample in samples]),
+        "completion/mixed_versions": fmean([len(sample.segments) > 1 for sample in samples]),
         "staleness/mean": fmean(ages),
         "staleness/max": float(max(ages)),
         "batch/samples": float(len(samples)),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from common.config import StrictModel
+from protocol.config import check_address
 
 
 class CoordinatorConfig(StrictModel):
@@ -42,6 +43,11 @@ class CoordinatorConfig(StrictModel):
     keep_trained_steps: int = Field(default=0, ge=0)  # steps whose samples the journal keeps beyond what a replay needs
     no_progress_timeout_s: float = Field(default=900.0, gt=0)  # the run ends with an error when nothing happens so long
     leave_timeout_s: float = Field(default=10.0, gt=0)  # at the end: for the nodes to leave
+
+    @field_validator("bind")
+    @classmethod
+    def _an_address(cls, value: str) -> str:
+        return check_address(value) if value else value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import numpy as np
+
 from protocol.codec import Array
 from protocol.messages import SampleResult
 from protocol.verdicts import JudgeResult
 from protocol.versions import Segment
 
 ROUTE_DTYPES = ("uint8", "uint16")
+_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 
 
 class GroupStatus(StrEnum):
@@ -27,18 +30,21 @@ class GroupStatus(StrEnum):
 
 def sample_problem(message: SampleResult, arrays: Mapping[str, Array], *, with_routes: bool) -> str:
     """Why a sample can't be trained on (a node of ours never sends such a one), or ''. ``with_routes``: as ``run.routing_replay``."""
-    vectors = [arrays[name] for name in ("prompt_ids", "completion_ids", "logprobs")]
-    if [vector.dtype.char for vector in vectors] != ["i", "i", "f"] or any(vector.ndim != 1 for vector in vectors):
+    prompt, completion, logprobs = arrays["prompt_ids"], arrays["completion_ids"], arrays["logprobs"]
+    if not (
+        prompt.dtype == completion.dtype == _INT32
+        and logprobs.dtype == _FLOAT32
+        and prompt.ndim == completion.ndim == logprobs.ndim == 1
+    ):
         shapes = {name: (array.dtype.name, array.ndim) for name, array in arrays.items()}
         return f"arrays are {shapes}, not vectors of int32, int32 and float32"
-    num_tokens = vectors[1].size
-    counted = sum(segment.num_tokens for segment in message.segments)
-    if not message.segments or not num_tokens == arrays["logprobs"].size == counted:
-        return f"{num_tokens} tokens with {arrays['logprobs'].size} log-probs and version segments for {counted}"
+    counted = sum([segment.num_tokens for segment in message.segments])
+    if not message.segments or not completion.size == logprobs.size == counted:
+        return f"{completion.size} tokens with {logprobs.size} log-probs and version segments for {counted}"
     routes = arrays.get("routes")
     if (routes is not None) != with_routes:
         return f"{'without' if with_routes else 'with'} routes, but run.routing_replay = {str(with_routes).lower()}"
-    num_rows = vectors[0].size + num_tokens - 1
+    num_rows = prompt.size + completion.size - 1
     if routes is not None and (routes.dtype.name not in ROUTE_DTYPES or routes.ndim != 3 or len(routes) != num_rows):
         return f"routes of {routes.dtype.name}{list(routes.shape)}, not uint8 or uint16 with {num_rows} rows"
     return ""
@@ -53,17 +59,15 @@ class Sample:
     finish_reason: str
     segments: list[Segment]
     arrays: dict[str, Array]
-    lease_id: str = ""  # that it came under; empty: in an earlier life of this coordinator
     result: JudgeResult | None = None
     score_attempts: int = 0
     deaths: int = 0  # reward nodes that died while they had it
     avoid_nodes: set[str] = field(default_factory=set)  # reward nodes that failed on it
     lost: bool = False  # scoring failed for good: the group goes on without it
+    num_tokens: int = field(init=False)  # completion tokens: what generation cost
 
-    @property
-    def num_tokens(self) -> int:
-        """Completion tokens: what generation cost."""
-        return int(self.arrays["completion_ids"].size)
+    def __post_init__(self) -> None:
+        self.num_tokens = int(self.arrays["completion_ids"].size)
 
 
 @dataclass(slots=True)

@@ -18,68 +18,20 @@ import sqlite3
 import threading
 import time
 import uuid
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from common.errors import ConfigError, ForebayError, InvariantError
-from protocol.verdicts import JudgeResult
-from protocol.versions import Segment
-from services.coordinator.groups import Group, GroupStatus, Sample
-from services.coordinator.ledger import Ledger
-from services.coordinator.pool import LIVE, PoolState, Record
-from services.coordinator.sample_arrays import pack_arrays, unpack_arrays
+from services.coordinator.groups import Group
+from services.coordinator.records import PoolState, Record
+from services.coordinator.rows import SCHEMA, SCHEMA_VERSION, STATEMENTS, load_groups, load_state, row_of, write
 
 log = structlog.get_logger()
 
-SCHEMA_VERSION = 2
 SPACE_POLL_S = 0.5  # between two tries to write to a full disk
-_GROUP_STRIDE = 4096  # sample_id = group_id * stride + sample_index: rows of a group lie together, old ones first
-
-_SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE groups (
-    group_id INTEGER PRIMARY KEY, draw INTEGER NOT NULL, task_index INTEGER NOT NULL, admitted_version INTEGER NOT NULL,
-    status TEXT NOT NULL, step INTEGER, overtaken INTEGER NOT NULL DEFAULT 0, attempts INTEGER NOT NULL DEFAULT 0,
-    deaths INTEGER NOT NULL DEFAULT 0);
-CREATE INDEX groups_by_step ON groups (step);
-CREATE INDEX live_groups ON groups (status) WHERE status IN ('open', 'ready', 'batched');
-CREATE TABLE samples (
-    sample_id INTEGER PRIMARY KEY, text TEXT NOT NULL, finish_reason TEXT NOT NULL, segments TEXT NOT NULL,
-    num_prompt_tokens INTEGER NOT NULL, arrays BLOB NOT NULL, crc32 INTEGER NOT NULL);
-CREATE TABLE results (sample_id INTEGER PRIMARY KEY, result TEXT NOT NULL);
-CREATE TABLE unjudged (sample_id INTEGER PRIMARY KEY, attempts INTEGER NOT NULL DEFAULT 0, deaths INTEGER NOT NULL DEFAULT 0,
-    lost INTEGER NOT NULL DEFAULT 0);
-CREATE TABLE steps (step INTEGER PRIMARY KEY, group_ids TEXT NOT NULL, ages TEXT NOT NULL, committed_at REAL, metrics TEXT);
-CREATE TABLE tasks (task_index INTEGER PRIMARY KEY, failures INTEGER NOT NULL, out TEXT);
-CREATE TABLE events (at REAL NOT NULL, kind TEXT NOT NULL, data TEXT NOT NULL);
-"""
-
-_NOW = "(julianday('now') - 2440587.5) * 86400.0"
-_ID = "? * 4096 + ?"
-
-# In the order in which the kinds of one transaction are written; within a kind the order of events is kept.
-STATEMENTS = {
-    "group": "INSERT INTO groups (group_id, draw, task_index, admitted_version, status) VALUES (?, ?, ?, ?, ?)",
-    "sample": f"INSERT INTO samples VALUES ({_ID}, ?, ?, ?, ?, ?, ?)",
-    "result": f"INSERT INTO results VALUES ({_ID}, ?)",
-    "attempts": "UPDATE groups SET attempts = ?, deaths = ? WHERE group_id = ?",
-    "score_attempts": "INSERT INTO unjudged (attempts, deaths, sample_id) VALUES (?, ?, ? * 4096 + ?) "
-    "ON CONFLICT DO UPDATE SET attempts = excluded.attempts, deaths = excluded.deaths",
-    "sample_lost": f"INSERT INTO unjudged (sample_id, lost) VALUES ({_ID}, 1) ON CONFLICT DO UPDATE SET lost = 1",
-    "status": "UPDATE groups SET status = ?, step = ?, overtaken = ? WHERE group_id = ?",
-    "step": "INSERT INTO steps (step, group_ids, ages) VALUES (?, ?, ?)",
-    "commit": f"UPDATE steps SET metrics = ?1, committed_at = {_NOW} WHERE step = ?2",
-    "task": "INSERT INTO tasks VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET failures = excluded.failures, out = excluded.out",
-    "event": f"INSERT INTO events (at, kind, data) VALUES ({_NOW}, ?, ?)",
-    "ledger": "INSERT INTO meta VALUES ('ledger', ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
-    "meta": "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
-    "forget_samples": "DELETE FROM samples WHERE sample_id < ? * 4096",
-    "forget_results": "DELETE FROM results WHERE sample_id < ? * 4096",
-}
 
 Step = tuple[int, float, dict[str, float]]
 _Item = tuple[Sequence[Record], asyncio.Future[None] | None]
@@ -90,15 +42,20 @@ class Journal:
 
     Raises:
         ConfigError: the file is of another run, of another schema, of other settings, is damaged, or is in use by another
-            coordinator. Nothing in it was changed.
+            coordinator; or its folder can't be made. Nothing in it was changed.
     """
 
     def __init__(
         self, path: Path, *, run_id: str, fixed: Mapping[str, Any] | None = None, disk_timeout_s: float = 600.0
     ) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = path.with_suffix(".lock").open("w")  # SQLite's own exclusive mode would shut out readers, too
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = path.with_suffix(".lock").open("w")  # SQLite's own exclusive mode would shut out readers, too
+        except OSError as error:
+            raise ConfigError(
+                f"The run's folder {path.parent} can't be written: {error.strerror}. Choose another with --set run.dir=DIR."
+            ) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -111,12 +68,18 @@ class Journal:
                 if not is_new:  # nothing is written to it before it is known to be ours and whole
                     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
                         self.meta = self._check(db, run_id, dict(fixed or {}))
-                        self.state = _load(db, self.meta)
+                        self.state = load_state(db, self.meta)
                 self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=2.0)
                 self._db.execute("PRAGMA page_size = 16384")  # a sample of a thousand tokens fits into one
                 self._db.execute("PRAGMA journal_mode = WAL")
                 self._db.execute("PRAGMA wal_autocheckpoint = 2000")  # pages: 32 MB
                 self._db.execute("PRAGMA synchronous = FULL")
+                self._db.execute(
+                    "PRAGMA cache_size = -32768"
+                )  # KiB: what one transaction changes stays in memory until it ends
+                self._db.execute(
+                    "PRAGMA secure_delete = OFF"
+                )  # Debian's default would overwrite each deleted sample, and sync that
                 if is_new:
                     self.meta = self._create(run_id, dict(fixed or {}))
         except ConfigError:
@@ -137,7 +100,7 @@ class Journal:
             "run_uid": uuid.uuid4().hex,
             "fixed": json.dumps(fixed),
         }
-        self._db.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
+        self._db.executescript(f"BEGIN; {SCHEMA} COMMIT;")
         self._db.execute("BEGIN")
         self._db.executemany(STATEMENTS["meta"], meta.items())
         self._db.execute("COMMIT")
@@ -220,7 +183,7 @@ class Journal:
         try:
             for records, _ in batch:
                 for record in records:
-                    by_kind[record.kind].append(_row(record))
+                    by_kind[record.kind].append(row_of(record))
         except (
             Exception
         ) as error:  # a record that is none is a bug of ours: this thread lives on to say so to whoever waits
@@ -230,9 +193,9 @@ class Journal:
         while True:
             try:
                 self._db.execute("BEGIN IMMEDIATE")
-                for kind, statement in STATEMENTS.items():
-                    if rows := by_kind[kind]:
-                        self._db.executemany(statement, rows)
+                for kind, rows in by_kind.items():
+                    if rows:
+                        write(self._db, kind, rows)
                 self._db.execute("COMMIT")
                 if self.full_since is not None:
                     log.warning("disk_has_space_again", after_s=round(time.monotonic() - self.full_since, 1))
@@ -277,7 +240,7 @@ class Journal:
             ConfigError: what is read is damaged.
         """
         with self._reading(), contextlib.closing(sqlite3.connect(f"file:{self.path}?mode=ro", uri=True)) as db:
-            return list(_groups(db, "step = ?", [step]).values())
+            return list(load_groups(db, "step = ?", [step]).values())
 
     def steps(self, *, first: int, last: int) -> tuple[list[Step], list[Step]]:
         """The ``first`` and the ``last`` committed steps, in order: (step, seconds since the epoch, metrics).
@@ -292,104 +255,10 @@ class Journal:
         return oldest, newest[::-1]
 
 
-def _load(db: sqlite3.Connection, meta: dict[str, str]) -> PoolState:
-    """The pool as of the last durable record."""
-
-    def one(query: str) -> int:
-        return int(db.execute(query).fetchone()[0])
-
-    state = PoolState()
-    state.committed = one("SELECT COALESCE(MAX(step), 0) FROM steps WHERE committed_at IS NOT NULL")
-    state.num_draws = one("SELECT COALESCE(MAX(draw) + 1, 0) FROM groups")
-    state.next_group_id = one("SELECT COALESCE(MAX(group_id) + 1, 0) FROM groups")
-    state.forgotten_before = int(meta.get("forgotten_before", "0"))
-    if "ledger" in meta:
-        state.ledger = Ledger.model_validate_json(meta["ledger"])
-    marks = ", ".join(f"'{status}'" for status in LIVE)
-    state.groups = _groups(db, f"status IN ({marks})", [])
-    for task_index, failures, out in db.execute("SELECT task_index, failures, out FROM tasks"):
-        if failures:
-            state.task_failures[task_index] = failures
-        if out is not None:
-            state.tasks_out[task_index] = out
-    for step, group_ids, ages in db.execute("SELECT step, group_ids, ages FROM steps ORDER BY step"):
-        state.staleness_counts.update({int(age): count for age, count in json.loads(ages).items()})
-        if (oldest := min(json.loads(group_ids))) >= state.forgotten_before:
-            state.kept_steps.append((step, oldest))
-    return state
-
-
-def _groups(db: sqlite3.Connection, where: str, values: list[Any]) -> dict[int, Group]:
-    groups: dict[int, Group] = {}
-    for row in db.execute(f"SELECT * FROM groups WHERE {where} ORDER BY group_id", values):
-        group_id, draw, task_index, admitted_version, status, step, overtaken, attempts, deaths = row
-        group = Group(
-            group_id, draw, task_index, admitted_version, GroupStatus(status), step, overtaken, attempts, deaths
-        )
-        groups[group_id] = group
-        ids = (group_id * _GROUP_STRIDE, (group_id + 1) * _GROUP_STRIDE)
-        for sample in _samples(db, *ids):
-            group.samples[sample.sample_index] = sample
-    return groups
-
-
-def _samples(db: sqlite3.Connection, first_id: int, end_id: int) -> Iterator[Sample]:
-    query = (
-        "SELECT samples.*, result, COALESCE(attempts, 0), COALESCE(deaths, 0), COALESCE(lost, 0) FROM samples "
-        "LEFT JOIN results USING (sample_id) LEFT JOIN unjudged USING (sample_id) WHERE sample_id >= ? AND sample_id < ?"
-    )
-    for row in db.execute(query, (first_id, end_id)):
-        sample_id, text, finish, segments, num_prompt, arrays, crc32, result, attempts, deaths, lost = row
-        if zlib.crc32(arrays) != crc32:
-            raise ValueError(f"the arrays of group {first_id // _GROUP_STRIDE} fail their checksum")
-        spans = [Segment(version=version, num_tokens=count) for version, count in json.loads(segments)]
-        yield Sample(
-            sample_index=sample_id % _GROUP_STRIDE,
-            text=text,
-            finish_reason=finish,
-            segments=spans,
-            arrays=unpack_arrays(arrays, num_prompt=num_prompt, num_completion=sum(span.num_tokens for span in spans)),
-            result=None if result is None else JudgeResult.model_validate_json(result),
-            score_attempts=attempts,
-            deaths=deaths,
-            lost=bool(lost),
-        )
-
-
 def _disk_is_full(error: sqlite3.Error, folder: Path) -> bool:
     """Some failures for want of space (a sync, a quota, the shared-memory file) SQLite calls I/O errors, and keeps the reason."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     return code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and shutil.disk_usage(folder).free < 2**20)
-
-
-def _row(record: Record) -> tuple[Any, ...]:
-    """The parameters of a record's statement. Built here, in the journal's thread, and not where the loop waits for it."""
-    if (build := _BUILD.get(record.kind)) is not None:
-        return build(*record.values)
-    return tuple(json.dumps(value) if isinstance(value, dict | list) else value for value in record.values)
-
-
-def _sample_row(group_id: int, sample: Sample) -> tuple[Any, ...]:
-    arrays = pack_arrays(sample.arrays)
-    segments = json.dumps([(segment.version, segment.num_tokens) for segment in sample.segments])
-    num_prompt = int(sample.arrays["prompt_ids"].size)
-    return (
-        group_id,
-        sample.sample_index,
-        sample.text,
-        sample.finish_reason,
-        segments,
-        num_prompt,
-        arrays,
-        zlib.crc32(arrays),
-    )
-
-
-def _result_row(group_id: int, sample_index: int, result: JudgeResult) -> tuple[Any, ...]:
-    return group_id, sample_index, result.model_dump_json()
-
-
-_BUILD: dict[str, Callable[..., tuple[Any, ...]]] = {"sample": _sample_row, "result": _result_row}
 
 
 def _resolve(future: asyncio.Future[None], error: ForebayError | None) -> None:

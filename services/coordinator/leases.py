@@ -22,6 +22,7 @@ from protocol.suites import TestSuite
 from protocol.tasks import Task
 from protocol.verdicts import Verdict
 from services.coordinator.config import CoordinatorConfig
+from services.coordinator.counts import TokenCounts
 from services.coordinator.groups import Group, Sample, sample_problem
 from services.coordinator.membership import Lease, Members, Node, Reply, is_current
 from services.coordinator.pool import Pool
@@ -45,12 +46,14 @@ class LeaseDesk:
         *,
         pool: Pool,
         members: Members,
+        counts: TokenCounts,
         reply: Reply,
         on_progress: Callable[[], None],
         known_nodes: Iterable[str] = (),
     ) -> None:
         self._run, self._config, self._tasks = run, config, tasks
-        self._pool, self._members, self._reply, self._on_progress = pool, members, reply, on_progress
+        self._pool, self._members, self._counts = pool, members, counts
+        self._reply, self._on_progress = reply, on_progress
         self.verdicts: Counter[str] = Counter()
         self.num_copied = 0  # verdicts that came from a twin
         self._twins = Twins()
@@ -106,7 +109,8 @@ class LeaseDesk:
             kind = "generate" if lease.sample_index is None else "score"
             error = f"not done within coordinator.{kind}_timeout_s on {lease.node_id}"
             log.warning("lease_expired", group=lease.group_id, sample=lease.sample_index, node=lease.node_id)
-            if node := self._members.nodes.get(lease.node_id):
+            node = self._members.nodes.get(lease.node_id)
+            if node is not None and lease.sample_index is None:  # a late verdict is as good as another
                 self._reply(node.identity, m.CancelLease(lease_id=lease.lease_id, reason=error))
             self.failed(lease, error)
 
@@ -115,12 +119,12 @@ class LeaseDesk:
     def on_sample(self, node: Node, message: m.SampleResult, received: Received) -> None:
         """A completion: acknowledged when it is in the journal."""
         num_tokens = int(received.arrays["completion_ids"].size)
-        node.delivered_tokens += num_tokens
-        if self._pool.has_sample(message.group_id, message.sample_index, received.arrays, lease_id=message.lease_id):
+        if self._pool.has_sample(message.group_id, message.sample_index, received.arrays):
+            self._counts.duplicate(node, num_tokens)
             self._end_if_complete(message)
             return self._reply(node.identity, ACK, received.seq)
         if reason := self._sample_problem(message, received.arrays):
-            self._pool.count_thrown_away(num_tokens)
+            self._counts.thrown_away(node, num_tokens)
             log.warning("sample_refused", node=node.node_id, group=message.group_id, reason=reason)
             if lease := self._members.end_lease(message.lease_id):
                 self.failed(lease, reason)
@@ -134,13 +138,23 @@ class LeaseDesk:
             finish_reason=message.finish_reason,
             segments=message.segments,
             arrays=received.arrays,
-            lease_id=message.lease_id,
         )
         if accepted:
+            self._counts.accepted(node, num_tokens)
             self._on_progress()
             self._to_score.append((message.group_id, message.sample_index))
+        else:
+            self._counts.duplicate(node, num_tokens)
         self._end_if_complete(message)
         return self._reply(node.identity, ACK if accepted else m.Ack(accepted=False, reason="duplicate"), received.seq)
+
+    def repeated(self, node: Node, received: Received) -> None:
+        """A request came again that was answered before; its answer goes out again."""
+        message = received.message
+        if isinstance(message, m.SampleResult):
+            self._counts.repeated(node, int(received.arrays["completion_ids"].size))
+        elif isinstance(message, m.LeaseFailed | m.LeaseCancelled):
+            self._counts.repeated(node, message.num_tokens)
 
     def _sample_problem(self, message: m.SampleResult, arrays: Mapping[str, Array]) -> str:
         """Why it can't be trained on, or ''."""
@@ -164,7 +178,7 @@ class LeaseDesk:
     def _end_if_complete(self, message: m.SampleResult) -> None:
         """The lease, too, of a node whose samples came second."""
         group = self._pool.groups.get(message.group_id)
-        if group is None or not group.missing(self._config.group_size):
+        if group is None or len(group.samples) == self._config.group_size:
             self._members.end_lease(message.lease_id)
 
     def on_score(self, node: Node, message: m.ScoreResult, received: Received) -> None:
@@ -213,8 +227,7 @@ class LeaseDesk:
 
     def on_lease_failed(self, node: Node, message: m.LeaseFailed, received: Received) -> None:
         """The node could not do it."""
-        node.delivered_tokens += message.num_tokens
-        self._pool.count_thrown_away(message.num_tokens)
+        self._counts.thrown_away(node, message.num_tokens)
         if lease := self._members.end_lease(message.lease_id):
             log.warning(
                 "lease_failed",
@@ -228,8 +241,7 @@ class LeaseDesk:
 
     def on_lease_cancelled(self, node: Node, message: m.LeaseCancelled, received: Received) -> None:
         """The node gave it back; no attempt is counted."""
-        node.delivered_tokens += message.num_tokens
-        self._pool.count_thrown_away(message.num_tokens)
+        self._counts.thrown_away(node, message.num_tokens)
         if lease := self._members.end_lease(message.lease_id):
             self.interrupted([lease])
         self._reply(node.identity, ACK, received.seq)
@@ -317,9 +329,8 @@ class LeaseDesk:
     def failed(self, lease: Lease, error: str, *, permanent: bool = False) -> None:
         """A lease that its node could not do, or not in time: an attempt is counted."""
         if lease.sample_index is None:
-            if self._pool.generation_failed(lease.group_id, error, permanent=permanent, node_id=lease.node_id):
-                self._again(lease.group_id)
-            return
+            again = self._pool.generation_failed(lease.group_id, error, permanent=permanent, node_id=lease.node_id)
+            return self._after_generation(lease.group_id, again=again)
         result = m.JudgeResult(verdict=Verdict.INFRA_ERROR, message=error)
         self._score(lease.group_id, lease.sample_index, result, lease.node_id)
         self._release_twins(lease)
@@ -328,12 +339,23 @@ class LeaseDesk:
         """Leases of a node that gave them back; or that ``died``, which may be what they did to it."""
         for lease in reversed(leases):
             if lease.sample_index is None:
-                if self._pool.generation_interrupted(lease.group_id, died=died):
-                    self._again(lease.group_id)
+                again = self._pool.generation_interrupted(lease.group_id, died=died)
+                self._after_generation(lease.group_id, again=again)
                 continue
             if self._pool.scoring_interrupted(lease.group_id, lease.sample_index, died=died):
                 self._to_score.appendleft((lease.group_id, lease.sample_index))
             self._release_twins(lease)
+
+    def _after_generation(self, group_id: int, *, again: bool) -> None:
+        """A generate lease ended without its samples: the group is generated again; or it is out, and nobody needs to work on it any more."""
+        if again:
+            self._again(group_id)
+        elif group_id not in self._pool.groups:
+            for lease in [lease for lease in self._members.leases.values() if lease.group_id == group_id]:
+                self._members.end_lease(lease.lease_id)
+                self._twins.end(lease.lease_id)
+                cancel = m.CancelLease(lease_id=lease.lease_id, reason=f"group {group_id} is given up")
+                self._reply(self._members.nodes[lease.node_id].identity, cancel)
 
     def _again(self, group_id: int) -> None:
         self._to_generate = {group_id: None, **self._to_generate}  # it is older than what waits
@@ -347,8 +369,8 @@ class LeaseDesk:
         if suspect:
             nodes = [node for node in nodes if not self._members.has_suspect(node)]
         best, most = None, 0
-        for node in nodes:
-            if (free := node.free) > most:
+        for node in nodes:  # of all nodes, for every lease: ``node.free`` would cost three times as much
+            if (free := node.capacity - len(node.lease_ids)) > most:
                 best, most = node, free
         return best
 

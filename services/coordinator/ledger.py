@@ -5,7 +5,7 @@
 
 ``received`` is counted when a result or a thrown-away count arrives; the right-hand side when a group changes its status.
 ``buffered`` isn't a counter: it is summed over the groups at hand, so the equation compares two independent countings.
-``lost`` is what a dead node was last heard to have in flight.
+``lost`` is what a dead node was last heard to have in flight. That no token is received twice is the work of ``counts.py``.
 """
 
 from __future__ import annotations
@@ -30,6 +30,21 @@ class Ledger(BaseModel):
     groups_trained: int = 0
     groups_filtered: int = 0
     groups_failed: int = 0
+
+    def add_duplicate(self, num_tokens: int) -> None:
+        """Tokens of a completion for a place that is filled or gone."""
+        self.received += num_tokens
+        self.duplicate += num_tokens
+
+    def add_thrown_away(self, num_tokens: int) -> None:
+        """Tokens that a node generated for a lease and gave up, or of a sample that was refused."""
+        self.received += num_tokens
+        self.failed += num_tokens
+
+    def add_lost(self, num_tokens: int) -> None:
+        """Tokens that a node had in flight when it died. Negative: it had not died."""
+        self.received += num_tokens
+        self.lost += num_tokens
 
     def check(self, *, buffered: int, live_groups: int) -> None:
         """Compare both sides.

@@ -4,16 +4,14 @@ Each method applies one event in memory and appends to ``records`` what the jour
 records in order and lets nothing out (acknowledgement, batch) before they are durable, so what others have seen is always
 in the journal.
 
-Poison: work that fails has bounded tries (``*_attempts`` in the config), counted in the journal, so a restart is not a new chance. Then its
-group is out and the place refilled; a task whose groups keep failing is out, too, for the rest of the run. Where nothing but
-failures comes back, it is not the tasks: ``hopeless`` says so, and the service ends the run.
+Work that fails has bounded tries (``*_attempts`` in the config), counted in the journal, so a restart is not a new chance. Then its
+group is out and the place refilled; what that means for the task is in ``poison.py``.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from bisect import bisect
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,38 +19,15 @@ import numpy as np
 from common.errors import InvariantError
 from protocol.codec import Array
 from protocol.verdicts import JudgeResult, Verdict
-from protocol.versions import Segment, staleness
+from protocol.versions import Segment
 from services.coordinator.admission import max_admitted, select_batch
+from services.coordinator.batches import batch_ages
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.cursor import TaskCursor
 from services.coordinator.groups import Group, GroupStatus, Sample
-from services.coordinator.ledger import Ledger
-
-LIVE = (GroupStatus.OPEN, GroupStatus.READY, GroupStatus.BATCHED)
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """Something for the journal: ``kind`` names the statement in ``journal.STATEMENTS``, ``values`` its parameters."""
-
-    kind: str
-    values: tuple[Any, ...]
-
-
-@dataclass
-class PoolState:
-    """What a journal restores."""
-
-    committed: int = 0
-    num_draws: int = 0
-    next_group_id: int = 0
-    groups: dict[int, Group] = field(default_factory=dict)  # live ones only
-    ledger: Ledger = field(default_factory=Ledger)
-    staleness_counts: Counter[int] = field(default_factory=Counter)
-    task_failures: dict[int, int] = field(default_factory=dict)  # task index -> groups that failed in a row
-    tasks_out: dict[int, str] = field(default_factory=dict)  # task index -> why
-    kept_steps: deque[tuple[int, int]] = field(default_factory=deque)  # (step, its oldest group), of those with samples
-    forgotten_before: int = 0  # group id
+from services.coordinator.poison import Poison
+from services.coordinator.records import PoolState, Record
+from services.coordinator.retention import Retention
 
 
 class Pool:
@@ -68,16 +43,15 @@ class Pool:
         self.groups = state.groups
         self.ledger = state.ledger
         self.staleness_counts = state.staleness_counts
-        self.task_failures = state.task_failures
-        self.tasks_out = state.tasks_out
+        self.poison = Poison(config, self._record, state.task_failures, state.tasks_out)
+        self._retention = Retention(
+            self._record, state.kept_steps, state.forgotten_before, at_once=2 * config.groups_per_step
+        )
         self.records: list[Record] = []
         self.out_of_tasks = False
-        self.hopeless = ""
-        self._kept_steps = state.kept_steps
-        self._forgotten_before = state.forgotten_before
-        self._ledger_changed = False
+        self._meta: dict[str, str] = {}  # changed since the last records were taken
+        self._written_ledger = self.ledger.model_copy()
         self._filtered_since_step = 0
-        self._failed_in_a_row = 0
         self._select_again = True  # since the last look for a batch, a group has become ready or gone
 
     # ---- admission ----
@@ -100,17 +74,15 @@ class Pool:
             self.ledger.groups_admitted += 1
             self._record("group", group.group_id, group.draw, task_index, self.version, group.status)
             admitted.append(group)
-        self._ledger_changed |= bool(admitted)
         return admitted
 
     def _draw(self) -> int | None:
         """The next task that isn't out; None: there is none."""
-        if len(self.tasks_out) >= self._cursor.num_tasks:
-            self.hopeless = f"All {self._cursor.num_tasks} tasks are out. The last one: {[*self.tasks_out.values()][-1].rstrip('.')}."
+        if self.poison.all_out(self._cursor.num_tasks):
             return None
         while (task_index := self._cursor.task_index(self.num_draws)) is not None:
             self.num_draws += 1
-            if task_index not in self.tasks_out:
+            if task_index not in self.poison.out:
                 return task_index
         self._select_again |= not self.out_of_tasks
         self.out_of_tasks = True
@@ -137,12 +109,8 @@ class Pool:
         finish_reason: str,
         segments: list[Segment],
         arrays: dict[str, Array],
-        lease_id: str = "",
     ) -> bool:
-        """Take a finished completion. False: its place is filled or gone, so it is a duplicate and counted as such."""
-        num_tokens = int(arrays["completion_ids"].size)
-        self.ledger.received += num_tokens
-        self._ledger_changed = True
+        """Take a finished completion, and count its tokens. False: its place is filled or gone, and nothing is counted."""
         group = self.groups.get(group_id)
         if (
             group is None
@@ -150,32 +118,20 @@ class Pool:
             or sample_index in group.samples
             or not 0 <= sample_index < self._config.group_size
         ):
-            self.ledger.duplicate += num_tokens
             return False
-        sample = Sample(sample_index, text, finish_reason, segments, arrays, lease_id)
+        sample = Sample(sample_index, text, finish_reason, segments, arrays)
         group.samples[sample_index] = sample
         self.records.append(Record("sample", (group_id, sample)))
+        self.ledger.received += sample.num_tokens
         return True
 
-    def has_sample(self, group_id: int, sample_index: int, arrays: dict[str, Array], *, lease_id: str) -> bool:
-        """Whether this very completion is here already: then its message came twice, and its tokens were generated once."""
+    def has_sample(self, group_id: int, sample_index: int, arrays: dict[str, Array]) -> bool:
+        """Whether this very completion is here already."""
         group = self.groups.get(group_id)
         sample = group.samples.get(sample_index) if group else None
-        if sample is None or sample.lease_id:
-            return sample is not None and sample.lease_id == lease_id
-        return all(np.array_equal(sample.arrays[name], arrays[name]) for name in ("completion_ids", "logprobs"))
-
-    def count_thrown_away(self, num_tokens: int) -> None:
-        """Tokens that a node generated for a lease and gave up."""
-        self.ledger.received += num_tokens
-        self.ledger.failed += num_tokens
-        self._ledger_changed |= num_tokens > 0
-
-    def count_lost(self, num_tokens: int) -> None:
-        """Tokens that a node had in flight when it died. Negative: it had not."""
-        self.ledger.received += num_tokens
-        self.ledger.lost += num_tokens
-        self._ledger_changed |= num_tokens != 0
+        return sample is not None and all(
+            np.array_equal(sample.arrays[name], arrays[name]) for name in ("completion_ids", "logprobs")
+        )
 
     def generation_failed(self, group_id: int, error: str, *, permanent: bool = False, node_id: str = "") -> bool:
         """A node could not generate a group. True: try again; False: the group is out (or was already)."""
@@ -280,9 +236,7 @@ class Pool:
         if len(rewards) < config.min_group_size:
             self._fail(group, f"only {len(rewards)} of {config.group_size} samples could be judged; {group.error}")
             return
-        self._failed_in_a_row = 0
-        if self.task_failures.pop(group.task_index, 0):
-            self._record("task", group.task_index, 0, self.tasks_out.get(group.task_index))
+        self.poison.judged(group.task_index)
         if (
             config.dynamic_sampling
             and len(set(rewards)) == 1
@@ -302,23 +256,12 @@ class Pool:
         self.ledger.failed += group.num_tokens
         self.ledger.groups_failed += 1
         self._drop(group, GroupStatus.FAILED, reason)
-        failures = self.task_failures[group.task_index] = self.task_failures.get(group.task_index, 0) + 1
-        if permanent or failures >= self._config.task_attempts:
-            self.tasks_out[group.task_index] = reason
-            self._record("event", "task_out", {"task_index": group.task_index, "reason": reason})
-        self._record("task", group.task_index, failures, self.tasks_out.get(group.task_index))
-        self._failed_in_a_row += not permanent
-        if self._failed_in_a_row >= self._config.max_failed_in_a_row:
-            self.hopeless = (
-                f"The last {self._failed_in_a_row} groups failed, with none judged between "
-                f"(coordinator.max_failed_in_a_row). The last reason: {reason.rstrip('.')}."
-            )
+        self.poison.failed(group.task_index, reason, permanent=permanent)
 
     def _drop(self, group: Group, status: GroupStatus, reason: str) -> None:
         del self.groups[group.group_id]
         self._set_status(group, status)
         self._record("event", f"group_{status}", {"group_id": group.group_id, "reason": reason})
-        self._ledger_changed = True
 
     # ---- training ----
 
@@ -347,33 +290,21 @@ class Pool:
         if picked is None:
             self._select_again = False
             return None
+        chosen = set(picked)
         for group in waiting:
-            if group.group_id in picked:
+            if group.group_id in chosen:
                 group.step = step
                 self._set_status(group, GroupStatus.BATCHED)
-            elif passed := sum(other > group.group_id for other in picked):
+            elif passed := len(picked) - bisect(picked, group.group_id):
                 group.overtaken += passed
                 self._set_status(group, group.status)
         self._filtered_since_step = 0
         batch = [self.groups[group_id] for group_id in picked]
-        self._record("step", step, picked, self._count_staleness(batch))
-        self._kept_steps.append((step, picked[0]))
-        return batch
-
-    def _count_staleness(self, batch: list[Group]) -> dict[str, int]:
-        """Adds the ages of a batch to the counts of the run; returns its own."""
-        ages: Counter[int] = Counter()
-        for group in batch:
-            for sample in group.judged():
-                age = staleness(sample.segments, self.version)
-                if age > self._config.max_staleness:
-                    raise InvariantError(
-                        f"Group {group.group_id} sample {sample.sample_index} would be trained {age} versions late; "
-                        f"the cap is {self._config.max_staleness}. Segments: {sample.segments}."
-                    )
-                ages[age] += 1
+        ages = batch_ages(batch, self.version, max_staleness=self._config.max_staleness)
         self.staleness_counts.update(ages)
-        return {str(age): count for age, count in ages.items()}
+        self._record("step", step, picked, {str(age): count for age, count in ages.items()})
+        self._retention.add(step, picked[0])
+        return batch
 
     def commit(self, step: int, metrics: dict[str, float]) -> list[Group]:
         """The learner finished ``step``: its groups are trained, the version moves on. A repeated commit changes nothing."""
@@ -394,7 +325,6 @@ class Pool:
         self.version = step
         ledger = {f"ledger/{name}": float(value) for name, value in self.ledger.model_dump().items()}
         self._record("commit", metrics | ledger, step)
-        self._ledger_changed = True
         self.ledger.check(buffered=self.buffered_tokens, live_groups=len(self.groups))
         return batch
 
@@ -408,21 +338,12 @@ class Pool:
     def forget(self, *, replay_from: int) -> None:
         """Let go of samples that nobody will ask for again: a learner resumes at step ``replay_from`` or later."""
         last = min(replay_from, self.version - self._config.keep_trained_steps)
-        while self._kept_steps and self._kept_steps[0][0] <= last:
-            self._kept_steps.popleft()
-        oldest = min([first for _, first in self._kept_steps] + list(self.groups), default=self.next_group_id)
-        # A learner saves once in many steps. What it needs no more then goes a little with each commit, not all in one long transaction.
-        oldest = min(oldest, self._forgotten_before + 2 * self._config.groups_per_step)
-        if oldest > self._forgotten_before:
-            self._record("forget_samples", oldest)
-            self._record("forget_results", oldest)
-            self._record("meta", "forgotten_before", str(oldest))
-            self._forgotten_before = oldest
+        self._retention.forget(last, live=self.groups, next_group_id=self.next_group_id)
 
     @property
     def first_kept_step(self) -> int:
         """The oldest step whose batch can be handed out again; the next one, if there is none."""
-        return self._kept_steps[0][0] if self._kept_steps else self.version + 1
+        return self._retention.first_step or self.version + 1
 
     # ---- records ----
 
@@ -434,10 +355,17 @@ class Pool:
     def _record(self, kind: str, *values: Any) -> None:
         self.records.append(Record(kind, values))
 
+    def keep_meta(self, key: str, value: str) -> None:
+        """A note of the service's for its next life; the last one of each key counts."""
+        self._meta[key] = value
+
     def drain_records(self) -> list[Record]:
-        """The records since the last call, and the ledger if it has changed."""
-        if self._ledger_changed:
+        """The records since the last call, and the ledger and the notes if they have changed."""
+        if self.ledger != self._written_ledger:
             self._record("ledger", self.ledger.model_dump_json())
-            self._ledger_changed = False
+            self._written_ledger = self.ledger.model_copy()
+        for item in self._meta.items():
+            self._record("meta", *item)
+        self._meta.clear()
         records, self.records = self.records, []
         return records

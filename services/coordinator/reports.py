@@ -83,15 +83,15 @@ class Reports:
         """The same when the coordinator's own loop is what broke: nobody else reads ``socket`` any more."""
         by_identity = {node.identity: node for node in nodes}
         for identity in by_identity:
-            await socket.send(identity, m.ReportRequest())
+            socket.send(identity, m.ReportRequest())
         waiting = set(by_identity)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE_S):
                 while waiting:
-                    identity, received = await socket.recv()
-                    if identity in waiting and isinstance(received.message, m.Report):
-                        waiting.discard(identity)
-                        self.on_report(by_identity[identity], received.message, received)
+                    for identity, received in await socket.recv():
+                        if identity in waiting and isinstance(received.message, m.Report):
+                            waiting.discard(identity)
+                            self.on_report(by_identity[identity], received.message, received)
         await self.finish()
 
     async def finish(self) -> None:

@@ -15,12 +15,12 @@ _ROUTES = struct.Struct("<HHH")
 _ROUTE_DTYPES = {1: "|u1", 2: "<u2"}
 
 
-def pack_arrays(arrays: Mapping[str, Array]) -> bytes:
-    """``arrays`` as in ``messages.SampleResult``, one after the other."""
-    parts = [arrays[name].tobytes() for name in NAMES]
+def array_parts(arrays: Mapping[str, Array]) -> list[Array | bytes]:
+    """``arrays`` as in ``messages.SampleResult``; one after the other they are the blob."""
+    parts: list[Array | bytes] = [arrays[name] for name in NAMES]
     if (routes := arrays.get("routes")) is not None:
-        parts += [_ROUTES.pack(*routes.shape[1:], routes.itemsize), routes.tobytes()]
-    return b"".join(parts)
+        parts += [_ROUTES.pack(*routes.shape[1:], routes.itemsize), routes]
+    return parts
 
 
 def unpack_arrays(blob: bytes, *, num_prompt: int, num_completion: int) -> dict[str, Array]:

@@ -34,7 +34,7 @@ def build_status(coordinator: Coordinator) -> dict[str, Any]:
         "end_reason": coordinator.end_reason,
         "uptime_s": time.monotonic() - coordinator.started_at,
         "version": pool.version,
-        "incarnation": max(0, coordinator.incarnation),
+        "incarnation": coordinator.nodes.tag.incarnation,
         "max_steps": coordinator.config.max_steps,
         "groups": by_status,
         "ledger": {
@@ -59,9 +59,9 @@ def build_status(coordinator: Coordinator) -> dict[str, Any]:
         "num_syncs": coordinator.updates.num_finished,
         "export_dir": coordinator.export_dir,
         "tasks_out": {
-            coordinator.tasks[index].task_id: reason for index, reason in [*pool.tasks_out.items()][-RECENT_TASKS_OUT:]
+            coordinator.tasks[index].task_id: reason for index, reason in [*pool.poison.out.items()][-RECENT_TASKS_OUT:]
         },
-        "num_tasks_out": len(pool.tasks_out),
+        "num_tasks_out": len(pool.poison.out),
         "disk_full_s": 0.0
         if coordinator.journal.full_since is None
         else time.monotonic() - coordinator.journal.full_since,

@@ -60,12 +60,13 @@ class StepDesk:
         """Answered when there is something: see ``answer``."""
         self._waiting = (node.identity, received.seq, message.step)
 
-    def answer(self, incarnation: int) -> None:
-        """Give the learner that waits its batch; or the end of the data; or the word that engines need weights before there is one."""
+    def answer(self, tag: VersionTag) -> None:
+        """Give the learner that waits its batch; or the end of the data; or the word that engines need the weights of ``tag``, the committed
+        ones, before there is one."""
         if self._waiting is None:
             return
         identity, seq, step = self._waiting
-        version = self._pool.version
+        version = tag.version
         if step <= version:
             self._hand_out(identity, step)
             replay = asyncio.create_task(self._replay(identity, seq, step))
@@ -79,7 +80,7 @@ class StepDesk:
             batch, arrays = make_batch(step, groups, replay=False)
             self._reply(identity, batch, seq, arrays)
         elif self._updates.wanted(version):
-            self._reply(identity, m.Resync(tag=VersionTag(version=version, incarnation=incarnation)), seq)
+            self._reply(identity, m.Resync(tag=tag), seq)
         else:
             return
         self._waiting = None

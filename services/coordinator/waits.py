@@ -111,6 +111,18 @@ def step_overdue(coordinator: Coordinator, now: float) -> WaitTimeout | None:
     )
 
 
+def standstill(coordinator: Coordinator, now: float) -> WaitTimeout | None:
+    """The error of a run in which nothing has happened for too long."""
+    age_s, limit_s = now - coordinator.progress_at, coordinator.config.no_progress_timeout_s
+    if age_s <= limit_s:
+        return None
+    roles = ", ".join(f"{len(coordinator.members.of_role(role))} {role}" for role in ("rollout", "reward", "learner"))
+    return WaitTimeout(
+        f"Nothing has happened for {age_s:.0f} s (coordinator.no_progress_timeout_s). Live nodes: {roles}. "
+        f"Waits: {waits_text(coordinator)}. Start the missing role and resume the run; the journal has everything."
+    )
+
+
 def _leases(coordinator: Coordinator, now: float) -> Iterator[WaitRow]:
     config = coordinator.config
     held: dict[tuple[str, bool], list[Lease]] = {}

@@ -29,7 +29,7 @@ from protocol.messages import (
     ScoreResult,
     StepCommitted,
 )
-from services.coordinator.sample_arrays import pack_arrays
+from services.coordinator.sample_arrays import array_parts
 from services.faults.processes import events_in
 from services.faults.proxy import Seen
 
@@ -175,7 +175,7 @@ def _check_acknowledged(verdict: Verdict, books: Books, told: Sequence[tuple[Rec
         match request.message, answer.message:
             case SampleResult() as sample, Ack(accepted=True):
                 num_prompt = int(request.arrays["prompt_ids"].size)
-                digest = _digest(sample.text, num_prompt, pack_arrays(request.arrays))
+                digest = _digest(sample.text, num_prompt, b"".join(array_parts(request.arrays)))
                 accepted.setdefault((sample.group_id, sample.sample_index), set()).add(digest)
             case ScoreResult(result=result) as score, Ack() if result.reward is not None:
                 row = books.samples.get((score.group_id, score.sample_index))

@@ -11,16 +11,17 @@ import signal
 import sqlite3
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from common.errors import PeerError
+from protocol.client import ask
+from protocol.messages import StopRequest
 from services import view
-from services.coordinator.config import CoordinatorConfig
 from services.faults import evidence
 from services.faults.processes import Role, free_port
-from services.faults.proxy import Proxy
+from services.faults.proxy import Proxy, Rule, body_of
 
 LUCKY = "```python\ndef f(x):\n    return x + ({sample}) % 2\n```"  # right every other time: one group, both rewards
 SAME = "```python\ndef f(x):\n    return x\n```"
@@ -53,9 +54,8 @@ def base_config(folder: Path, address: str) -> dict[str, Any]:
         "generate_timeout_s": 20,
         "score_timeout_s": 20,
         "no_progress_timeout_s": 60,
+        "keep_trained_steps": EVERYTHING,
     }
-    if "keep_trained_steps" in CoordinatorConfig.model_fields:
-        coordinator["keep_trained_steps"] = EVERYTHING
     return {
         "run": {
             "id": "loop",
@@ -185,7 +185,11 @@ class Run:
         except PeerError:
             return None
 
-    def wait_until(self, is_so: Callable[[Status], bool], timeout_s: float = 60) -> Status:
+    def now(self) -> Status:
+        """The coordinator's status, however long it takes to answer."""
+        return self.wait_until(lambda _: True)
+
+    def wait_until(self, is_so: Callable[[Status], bool], timeout_s: float = 120) -> Status:
         """Poll the status.
 
         Raises:
@@ -200,9 +204,26 @@ class Run:
             time.sleep(0.05)
         raise AssertionError(f"never so within {timeout_s} s; last status: {status}\n{self.logs()}")
 
-    def wait_for_step(self, step: int, timeout_s: float = 60) -> Status:
+    def wait_for_step(self, step: int, timeout_s: float = 120) -> Status:
         """Until ``step`` is committed."""
         return self.wait_until(lambda status: status["version"] >= step, timeout_s)
+
+    @contextlib.contextmanager
+    def held_at(self, step: int, timeout_s: float = 120) -> Iterator[None]:
+        """Inside, ``step`` steps are committed and the next one can't be: its commit is held on its way. So what the block prepares is
+        there in time, however slow this process is and however fast the run."""
+        assert self.proxy is not None
+        rule = self.hold_commits(after=step)
+        try:
+            self.wait_for_step(step, timeout_s)
+            yield
+        finally:
+            self.proxy.release(rule)
+
+    def hold_commits(self, *, after: int) -> Rule:
+        """No step after this one is committed until ``proxy.release`` of what this returns."""
+        assert self.proxy is not None, "a run that is to be held is proxied"
+        return self.proxy.add("hold", "step_committed", count=None, where=lambda seen: body_of(seen)["step"] > after)
 
     def wait_for_nodes(self, *names: str) -> Status:
         """Until all of them are in the run."""
@@ -228,7 +249,7 @@ class Run:
 
     # ---- what must be true ----
 
-    def assert_all_exit(self, *roles: Role, code: int = 0, timeout_s: float = 60) -> None:
+    def assert_all_exit(self, *roles: Role, code: int = 0, timeout_s: float = 120) -> None:
         """Each ends, with ``code``."""
         codes = {role.name: role.exit_code(timeout_s) for role in roles}
         assert set(codes.values()) == {code}, f"{codes}\n{self.logs()}"
@@ -296,6 +317,10 @@ class Run:
     def stop(self) -> Role:
         """``forebay stop``."""
         return self.forebay("stop", "--address", self.address)
+
+    def stop_now(self) -> None:
+        """The same without the start of an interpreter, where the moment counts."""
+        ask(self.address, "", StopRequest(reason="forebay stop"), timeout_s=60)
 
     def signal_all(self, signum: int = signal.SIGKILL) -> None:
         """To every process of the run at once, as a power cut would."""

@@ -22,7 +22,7 @@ from protocol.tasks import Task
 from protocol.verdicts import JudgeResult, Verdict
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.journal import Journal
-from services.coordinator.pool import Record
+from services.coordinator.records import Record
 from services.coordinator.service import Coordinator
 
 _SUITE = AssertSuite(kind="asserts", entry_point="f", code="assert f(1) == 1")

@@ -73,7 +73,7 @@ class Role:
         self.process.kill()
         self.process.wait()
 
-    def exit_code(self, timeout_s: float = 60) -> int:
+    def exit_code(self, timeout_s: float = 120) -> int:
         """Wait for the end.
 
         Raises:
@@ -96,7 +96,7 @@ class Role:
 
     def error(self) -> str:
         """The paragraph that it ended with, or ''."""
-        return self.output().partition("\nerror: ")[2] or self.output().removeprefix("error: ")
+        return ("\n" + self.output()).partition("\nerror: ")[2]
 
     def tail(self) -> str:
         """The end of its log, for a failed assertion."""

@@ -3,8 +3,8 @@
     node --DEALER--> ROUTER | rules | DEALER (one for each node, with its identity) --> ROUTER of the coordinator
 
 Nodes are given the proxy's address as ``run.address``; the coordinator listens on its own. Frames go through the real sockets and
-are handed on as they came, unless a rule says otherwise: drop, delay, duplicate, hold back behind later ones, damage, or call a
-function at that very moment (which may kill a process). All of it happens in one thread, ``seed`` decides what chance decides, and
+are handed on as they came, unless a rule says otherwise: drop, delay, duplicate, let later ones overtake, damage, hold until released, or
+call a function at that very moment (which may kill a process). All of it happens in one thread, ``seed`` decides what chance decides, and
 ``seen`` keeps what passed: evidence of what the coordinator acknowledged that does not come from the coordinator's own books.
 
 The weight broadcast does not pass here: it goes from learner to engines directly.
@@ -18,6 +18,7 @@ import itertools
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -28,7 +29,7 @@ from protocol.codec import peek
 
 Direction = Literal["up", "down"]  # to the coordinator, and from it
 HELD_BACK_S = 1.0  # a message that is reordered waits so long for later ones
-_POLL_MS = 200
+_POLL_MS = 50  # what ``release`` and ``close`` may have to wait
 _NOT_KEPT = ("heartbeat_ack", "suite", "?")  # their frames: nobody asks, and a long run has many
 
 
@@ -52,6 +53,11 @@ class Seen:
         return self.identity.decode(errors="replace").rpartition("#")[0]
 
 
+def body_of(seen: Seen) -> dict[str, Any]:
+    """The fields of a message, without its arrays."""
+    return dict(peek(seen.frames[0])["body"])
+
+
 @dataclass
 class Rule:
     """What happens to messages of ``kind`` (and answers to ``re_kind``) of which ``where`` is true: the first ``skip`` pass, the next
@@ -69,6 +75,7 @@ class Rule:
     delay_s: float = 0.0
     call: Callable[[Seen], None] | None = None
     hits: list[float] = field(default_factory=list)  # seconds since the epoch
+    held: list[tuple[bytes, Direction, list[bytes]]] = field(default_factory=list, repr=False)  # of "hold"
     changed: threading.Condition = field(default_factory=threading.Condition, repr=False)
 
     def fits(self, seen: Seen, chance: random.Random) -> bool:
@@ -91,15 +98,14 @@ class Rule:
             self.changed.notify_all()
         return True
 
-    def wait(self, timeout_s: float = 30.0, *, hits: int = 1) -> float:
-        """Until it has hit ``hits`` messages: when the first was.
+    def wait(self, timeout_s: float = 120.0) -> float:
+        """Until it has hit a message: when the first was.
 
         Raises:
             AssertionError: it hasn't within ``timeout_s``.
         """
         with self.changed:
-            self.changed.wait_for(lambda: len(self.hits) >= hits, timeout_s)
-            assert len(self.hits) >= hits, f"{len(self.hits)} of {hits} messages came within {timeout_s} s for {self}"
+            assert self.changed.wait_for(lambda: self.hits, timeout_s), f"no message within {timeout_s} s for {self}"
             return self.hits[0]
 
 
@@ -113,13 +119,15 @@ class _Late:
 
 
 class Proxy:
-    """Starts on construction; ``close`` ends its thread. Rules apply in the order in which they were added; the first that fits wins."""
+    """Starts on construction; ``close`` ends its thread. Rules apply in the order in which they were added, holds before
+    all others; the first that fits wins."""
 
     def __init__(self, target: str, *, seed: int = 0) -> None:
         self.target = target
         self.seen: list[Seen] = []
         self._chance = random.Random(seed)
         self._rules: list[Rule] = []
+        self._released: deque[Rule] = deque()
         self._cut: set[str] = set()
         self._kinds: dict[tuple[bytes, int], str] = {}  # of requests, by who sent them
         self._late: list[_Late] = []
@@ -140,18 +148,26 @@ class Proxy:
     # ---- for the suite ----
 
     def add(self, action: str, kind: str = "", **conditions: Any) -> Rule:
-        """``action``: drop, delay, duplicate, reorder, corrupt, shorten (the last array frame), or call. Conditions: see ``Rule``."""
-        assert action in ("drop", "delay", "duplicate", "reorder", "corrupt", "shorten", "call"), action
+        """``action``: drop, delay, duplicate, reorder, corrupt, shorten (the last array frame), hold, or call. Conditions: see ``Rule``."""
+        assert action in ("drop", "delay", "duplicate", "reorder", "corrupt", "shorten", "hold", "call"), action
         rule = Rule(action, kind, **conditions)
-        self._rules.append(rule)
+        self._rules.insert(
+            0 if action == "hold" else len(self._rules), rule
+        )  # what is held is held, whatever else is to happen
         return rule
 
     def when(self, kind: str, call: Callable[[Seen], None], **conditions: Any) -> Rule:
         """Call ``call`` when a message of ``kind`` comes by, before it is handed on."""
         return self.add("call", kind, call=call, **conditions)
 
+    def release(self, rule: Rule) -> None:
+        """No such rule any more; what it held goes on its way, in order. Nothing after ``clear``."""
+        if rule in self._rules:
+            self._rules.remove(rule)
+            self._released.append(rule)
+
     def clear(self) -> None:
-        """No rules any more."""
+        """No rules any more; what they held is gone."""
         self._rules.clear()
 
     def cut(self, node_id: str) -> None:
@@ -238,6 +254,9 @@ class Proxy:
         if action == "reorder":
             late = _Late(time.monotonic() + HELD_BACK_S, next(self._order), identity, direction, frames)
             return self._held.append((2, late))
+        if action == "hold":
+            assert rule is not None
+            return rule.held.append((identity, direction, frames))
         if action == "call":
             assert rule is not None
             assert rule.call is not None
@@ -282,6 +301,9 @@ class Proxy:
                 self._held.append((left - same, late))
 
     def _send_due(self) -> None:
+        while self._released:
+            for identity, direction, frames in self._released.popleft().held:
+                self._forward(identity, direction, frames)
         now = time.monotonic()
         while self._late and self._late[0].due <= now:
             late = heapq.heappop(self._late)

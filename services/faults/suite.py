@@ -67,6 +67,8 @@ def main(
 ) -> int:
     """Body of ``forebay faults``: 0 only if every case that could run has passed."""
     cases = select(names, stages, real=real)
+    if json_path is not None and not json_path.parent.is_dir():
+        raise ConfigError(f"--json {json_path}: there is no folder {json_path.parent}.")
     console = Console()
     results: list[Result] = []
     console.print(_line([name for name, _ in _COLUMNS]), soft_wrap=True)
@@ -117,10 +119,14 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 def _line(cells: Sequence[str]) -> str:
     first, *others = (
-        cell[:width].ljust(width) if index == 0 else cell.rjust(width)
+        _cut(cell, width).ljust(width) if index == 0 else cell.rjust(width)
         for index, (cell, (_, width)) in enumerate(zip(cells, _COLUMNS, strict=True))
     )
     return " ".join([first, *others]).rstrip()
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def _row(result: Result) -> Text:

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from common.errors import TrainingError
 from services.learner.checkpoints import CheckpointError, step_folder
 from services.learner.packing import TrainSample
 from services.learner.policy import StepStats
+from services.learner.world import join
 
 
 class FakePolicy:
@@ -38,6 +38,8 @@ class FakePolicy:
         """Fold the samples into the weight."""
         gap = self._logprob_gap(samples, total_steps_done + 1)
         time.sleep(self._step_s)
+        if dist.is_initialized():  # as the ranks of a real policy do, in each step
+            dist.all_reduce(torch.tensor(gap))
         if total_steps_done + 1 == self._die_at_step:
             os.kill(os.getpid(), signal.SIGKILL)
         _check_routes(samples, total_steps_done + 1)
@@ -135,8 +137,8 @@ def _check_routes(samples: Sequence[TrainSample], step: int) -> None:
 
 
 def init_world(*, timeout_s: float) -> int:
-    """Join the torchrun world that this process is part of, if there is one; returns the rank."""
+    """Join the world that this process is a rank of, if there is one; returns the rank."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return 0
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    join("gloo", timeout_s=timeout_s)
     return dist.get_rank()

@@ -5,7 +5,7 @@
     waits for:   the coordinator's batch; the engines during an update
     unblocked by: enough judged groups; a Resync when engines without valid weights would otherwise keep it waiting
 
-Every rank of the torchrun world runs this loop. Rank 0 alone talks to the coordinator, and what it hears goes to the others
+Every rank of the world (``launch.py``) runs this loop. Rank 0 alone talks to the coordinator, and what it hears goes to the others
 as the same bytes.
 """
 
@@ -22,7 +22,7 @@ import structlog
 import torch
 
 from common.errors import InvariantError, PeerError, WaitTimeout
-from common.lifecycle import leave, say
+from common.lifecycle import leave
 from common.net import own_address_towards
 from common.recorder import RECORDER
 from common.waits import WaitTable
@@ -34,8 +34,9 @@ from services.learner.checkpoints import CheckpointError, latest_checkpoint, old
 from services.learner.config import LearnerConfig
 from services.learner.link import Link, NotYet
 from services.learner.policy import Policy
+from services.learner.signs import Progress
 from services.learner.weight_sender import WeightSender, publish
-from services.learner.world import World
+from services.learner.world import World, fail
 
 log = structlog.get_logger()
 
@@ -106,6 +107,7 @@ class Learner:
         path = latest_checkpoint(self._checkpoints)
         if path is None:
             return 0
+        self.world.progress.phase(f"the loading of {path.name}")
         step, _ = self.policy.load_checkpoint(path)
         log.info("resumed", step=step, checkpoint=str(path))
         return step
@@ -114,6 +116,7 @@ class Learner:
         """Rank 0 waits for the coordinator as long as that takes; the others, in a collective with a limit, hear in between that there
         is nothing yet."""
         started, step = time.monotonic(), self.step + 1
+        self.world.progress.phase(f"the wait for the work of step {step}")
         self.policy.rest()
         within_s = None if self.world.size == 1 else self.config.wait_timeout_s / 4
         received: Received | NotYet | None = NotYet()
@@ -129,6 +132,7 @@ class Learner:
         if batch.step != self.step + 1:
             raise InvariantError(f"The learner is at step {self.step} and was given the batch of step {batch.step}.")
         started = time.monotonic()
+        self.world.progress.phase(f"train step {batch.step}")
         given = make_train_batch(
             batch,
             arrays,
@@ -180,6 +184,7 @@ class Learner:
             only_fenced=only_fenced,
         )
         started = time.monotonic()
+        self.world.progress.phase(f"the update of the engines to {request.tag}")
         done = publish(self.sender, request, ask=self._ask, agree=self.world.first_text)
         return {
             "time/publish_s": time.monotonic() - started,
@@ -208,6 +213,7 @@ class Learner:
     def _begin_checkpoint(self) -> None:
         """The files are written while the next steps run. A disk that is full now may have room at the next one."""
         self._settle_checkpoint(wait=True)
+        self.world.progress.phase(f"the beginning of the checkpoint of step {self.step}")
         try:
             self.policy.begin_checkpoint(self._checkpoints, self.step, {"incarnation": self.incarnation})
         except CheckpointError as error:
@@ -217,6 +223,7 @@ class Learner:
 
     def _settle_checkpoint(self, *, wait: bool) -> None:
         """Take note of a checkpoint that has become whole; with ``wait`` until it has."""
+        self.world.progress.phase("the end of a checkpoint")
         try:
             step = self.policy.finish_checkpoint(wait=wait)
         except CheckpointError as error:
@@ -250,6 +257,7 @@ class Learner:
 
     def _export(self, name: str) -> Path:
         target = Path(self.run_config.run_dir) / name
+        self.world.progress.phase(f"the export to {name}")
         self.policy.export_hf(target)
         return target
 
@@ -282,7 +290,7 @@ class Learner:
         return Path(self.run_config.run_dir) / "checkpoints"
 
 
-def make_policy(run: RunConfig, config: LearnerConfig) -> Policy:
+def make_policy(run: RunConfig, config: LearnerConfig, progress: Progress) -> Policy:
     """The policy that the config names; imports Megatron only for Megatron."""
     if config.policy == "fake":
         from services.learner.fake_policy import FakePolicy, init_world
@@ -296,23 +304,25 @@ def make_policy(run: RunConfig, config: LearnerConfig) -> Policy:
     from services.learner.megatron.policy import MegatronPolicy
 
     return MegatronPolicy(
-        config, run.model, seed=run.seed, deterministic=config.deterministic, temperature=run.temperature
+        config,
+        run.model,
+        seed=run.seed,
+        deterministic=config.deterministic,
+        temperature=run.temperature,
+        progress=progress,
     )
 
 
 def main(run: RunConfig, config: LearnerConfig, *, node_id: str = "") -> NoReturn:
     """Body of one rank of the learner. Ends the process with its exit code."""
-    waits = WaitTable()
+    waits, progress, world = WaitTable(), Progress(), None
     rank = int(os.environ.get("RANK", "0"))
     RECORDER.describe("learner", run_dir=run.run_dir, node_id=f"learner-rank{rank}" if rank else node_id, waits=waits)
     try:
-        policy = make_policy(run, config)
-        world = World(policy.device, waits=waits, timeout_s=config.wait_timeout_s)
-        try:
-            code = Learner(run, config, policy, world, node_id=node_id).run()
-        finally:
-            world.close()
+        policy = make_policy(run, config, progress)
+        world = World(policy.device, waits=waits, timeout_s=config.wait_timeout_s, progress=progress)
+        code = Learner(run, config, policy, world, node_id=node_id).run()
     except Exception as error:
-        RECORDER.write(error)
-        code = say(error)
+        fail(error, world)
+    world.close()
     leave(code)

@@ -21,7 +21,7 @@ class FakeEngineConfig(StrictModel):
     # What happens to prompts that hold one of these texts; "": none does.
     never_ends_on: str = ""  # the generation goes on for ever, and yields nothing
     dies_on: str = ""  # the process kills itself, as an engine does that crashes
-    slow_on: str = ""  # each token takes 20 times as long
+    slow_on: str = ""  # its first completion stands still after its first token, until the next weight update
     update_s: float = Field(default=0.0, ge=0)  # an update takes so long at least
     keep_weights_from: int = Field(default=0, ge=0)  # from this version on it says that it took weights, and didn't
     logprobs_tell_weights: bool = False  # log-probs depend on the weights, as a model's do (learner.fake_gap_alarm)
@@ -39,5 +39,8 @@ class RolloutConfig(StrictModel):
     cpu_kv_cache_gib: int = Field(default=1, ge=1)  # only where there is no GPU
     num_threads: int = Field(default=0, ge=0)  # OpenMP threads of a CPU engine; 0: vLLM's choice
     enforce_eager: bool = True
+    # Each completion from a random generator of its own: generated again by the same weights (its node died, say) it is the same. For looking
+    # into a run; vLLM then samples sequence by sequence, which costs speed, most of all on a GPU.
+    seeded_sampling: bool = False
     keep_prefix_cache: bool = False  # over a weight update: then old weights' cache serves new tokens
     fake: FakeEngineConfig = FakeEngineConfig()

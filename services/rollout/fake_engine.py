@@ -23,8 +23,6 @@ from protocol.versions import Segment, VersionTag
 from services.rollout.config import FakeEngineConfig
 from services.rollout.engine import Completion, EngineDied, PromptTooLong
 
-SLOWER = 20  # times, of prompts that are slow
-
 
 class FakeEngine:
     """Tokens follow from seed, sample and position, each with log-probability -1; a prompt is its UTF-8 bytes."""
@@ -42,6 +40,7 @@ class FakeEngine:
         self._group_key = ""
         self._running = asyncio.Event()
         self._running.set()
+        self._next_update = asyncio.Event()
 
     async def start(self) -> None:
         """No model, but torch for the broadcast: importing it later would hold up the heartbeats."""
@@ -65,7 +64,7 @@ class FakeEngine:
             raise EngineDied("the fake engine was told to die")
         if _is_in(self.config.dies_on, prompt):
             os.kill(os.getpid(), signal.SIGKILL)
-        token_s = (SLOWER if _is_in(self.config.slow_on, prompt) else 1) / self.config.tokens_per_s
+        is_slow = _is_in(self.config.slow_on, prompt)
         for sample_index in sample_indices:
             if _is_in(self.config.never_ends_on, prompt):
                 await asyncio.Event().wait()
@@ -73,13 +72,16 @@ class FakeEngine:
             count = min(self.config.num_tokens, sampling.max_tokens)
             for _ in range(count):
                 await self._running.wait()
-                await asyncio.sleep(token_s)
+                await asyncio.sleep(1 / self.config.tokens_per_s)
                 self._generated += 1
                 version = self.holds.version
                 if segments and segments[-1].version == version:
                     segments[-1] = Segment(version=version, num_tokens=segments[-1].num_tokens + 1)
                 else:
                     segments.append(Segment(version=version, num_tokens=1))
+                if is_slow:
+                    is_slow = False
+                    await self._next_update.wait()
             completion_ids = (1 + (np.arange(count) * (1 + sample_index) + seed) % 7).astype(np.int32)
             yield Completion(
                 sample_index=sample_index,
@@ -120,6 +122,8 @@ class FakeEngine:
             if not 0 < self.config.keep_weights_from <= plan.tag.version:
                 self.received = fresh
             self.holds = plan.tag
+            self._next_update.set()
+            self._next_update = asyncio.Event()
         finally:
             self._running.set()
         return time.monotonic() - started

@@ -87,7 +87,7 @@ def test_context_parallel_ranks_train_as_one_does(tmp_path: Path, model: Path) -
     options = {"device": "cuda", "dtype": "bfloat16", "logprob_gap_alarm": None}
     (one,) = train(make_policy(model, **options), 1)
     jobs = {"context": {"model": str(model), "overrides": {**options, "parallel": {"context": 2}}}}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "services.learner.launch", "--ranks", "2", "--", sys.executable]
     subprocess.run(
         [*command, str(REPO / "tests/integration/megatron_world.py"), str(tmp_path / "out"), json.dumps(jobs)],
         env={**os.environ, "PYTHONPATH": str(REPO)},

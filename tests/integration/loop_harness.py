@@ -1,6 +1,15 @@
-"""Runs of fakes in a test's folder: the harness of the fault suite (``services/faults``), by the names that the tests use."""
+"""Runs of fakes in a test's folder: the harness of the fault suite (``services/faults``), by the names that the tests use.
 
-from services.faults.harness import Run, task_line
+Their roles are forked from a process that has the imports, as in the fault suite (``services/faults/warm.py``): a run does not wait
+for five interpreters. Roles as users start them are those of ``forebay up``, torchrun, systemd and Slurm, in the tests of these.
+"""
+
+from functools import partial
+
+from services.faults import harness
+from services.faults.harness import task_line
 from services.faults.processes import ROOT, Role, assert_gone, descendants, processes_of
+
+Run = partial(harness.Run, warm=True)
 
 __all__ = ["ROOT", "Role", "Run", "assert_gone", "descendants", "processes_of", "task_line"]

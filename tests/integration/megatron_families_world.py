@@ -1,6 +1,6 @@
-"""One rank of a world, started by torchrun from test_megatron_families.py: one model after another, each in a layout of its own.
+"""One rank of a world, started from test_megatron_families.py: one model after another, each in a layout of its own.
 
-python -m torch.distributed.run --standalone --nproc-per-node 4 megatron_families_world.py LAYOUTS.json OUT
+python -m services.learner.launch --ranks 4 -- python megatron_families_world.py LAYOUTS.json OUT
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from services.learner.config import LearnerConfig
 from services.learner.megatron.hf_files import Region, StoredTensor
 from services.learner.megatron.model import leave_world
 from services.learner.megatron.policy import MegatronPolicy
+from services.learner.world import meet
 
 
 @contextlib.contextmanager
@@ -79,7 +80,7 @@ def join(store: dist.Store, layout: int) -> None:
 
 def main() -> None:
     layouts, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    store, _, _ = next(iter(dist.rendezvous("env://")))
+    store = meet(timeout_s=60)
     seen = {}
     for i, layout in enumerate(layouts):
         join(store, i)

@@ -1,6 +1,6 @@
-"""One rank of a learner world, started by torchrun from test_megatron_world.py: trains in each layout of JOBS, one after another.
+"""One rank of a learner world, started from test_megatron_world.py: trains in each layout of JOBS, one after another.
 
-python -m torch.distributed.run --standalone --nproc-per-node 2 megatron_world.py OUT \\
+python -m services.learner.launch --ranks 2 -- python megatron_world.py OUT \\
     '{"tensor": {"model": "MODEL", "overrides": {"parallel": {"tensor": 2}}}}'
 
 What each rank saw is in OUT/NAME/rankN.json.

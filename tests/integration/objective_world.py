@@ -1,6 +1,6 @@
-"""Gradients of every objective in a world of two ranks, started by torchrun from test_learner_objectives.py.
+"""Gradients of every objective in a world of two ranks, started from test_learner_objectives.py.
 
-python -m torch.distributed.run --standalone --nproc-per-node 2 objective_world.py MODEL OUT
+python -m services.learner.launch --ranks 2 -- python objective_world.py MODEL OUT
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One rank of worlds that train with and without shared prefixes, for test_megatron_packing.py: all layouts in turn.
 
-python -m torch.distributed.run --standalone --nproc-per-node 2 packing_world.py MODEL OUT '[{"parallel": {"tensor": 2}}]'
+python -m services.learner.launch --ranks 2 -- python packing_world.py MODEL OUT '[{"parallel": {"tensor": 2}}]'
 """
 
 from __future__ import annotations

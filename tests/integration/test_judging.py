@@ -625,17 +625,25 @@ def test_a_compiler_has_its_own_limits_whatever_ran_before(judge: Judge, landloc
 # --- starting and ending ---
 
 
-def test_a_judge_that_was_closed_leaves_no_process_or_folder() -> None:
+@pytest.fixture
+def temp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this test's judges have their folders: other judges of this machine use another place."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # so that it is looked up again
+    return tmp_path
+
+
+def test_a_judge_that_was_closed_leaves_no_process_or_folder(temp: Path) -> None:
     for level in LEVELS:
-        boxes = set(Path(tempfile.gettempdir()).glob("forebay-box-*"))
         with judge_at(level) as judge:
             for kind in ("remote", "stdin"):
                 judge.judge(program_of(kind, GOOD), suite_of(kind))
             pids = [pid for worker in judge.lab._workers.values() for pid in (worker.pid, *descendants_of(worker.pid))]
+            assert bool(list(temp.glob("forebay-box-*"))) == (level == "landlock")
         judge.close()
         assert len(pids) >= 3
         assert not any(map(is_alive, pids))
-        assert set(Path(tempfile.gettempdir()).glob("forebay-box-*")) <= boxes
+        assert not list(temp.iterdir())
 
 
 def test_a_closed_pool_gives_infra_errors() -> None:
@@ -663,8 +671,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_killed_node_leaves_no_process_and_no_folder(level: str) -> None:
-    boxes = set(Path(tempfile.gettempdir()).glob("forebay-box-*"))
+def test_a_killed_node_leaves_no_process_and_no_folder(level: str, temp: Path) -> None:
     with judge_at(level):
         pass
     owner = subprocess.Popen([sys.executable, "-c", _OWNER, level], cwd=ROOT, stdout=subprocess.PIPE)
@@ -675,11 +682,11 @@ def test_a_killed_node_leaves_no_process_and_no_folder(level: str) -> None:
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not [pid for pid in pids if is_alive(pid)]
-    assert set(Path(tempfile.gettempdir()).glob("forebay-box-*")) <= boxes
+    assert not list(temp.iterdir())
 
 
 def test_without_isolation_the_judge_refuses_unless_told_to_be_unsafe() -> None:

@@ -122,7 +122,7 @@ def test_the_gradient_is_the_same_in_any_split_into_micro_batches(
 def test_the_gradient_is_the_same_on_two_ranks(tmp_path: Path, model: Path, samples, whole) -> None:
     """One world for all: two data-parallel ranks with half of the samples each, then two tensor ranks."""
     save_samples(samples, tmp_path / "samples.safetensors")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "services.learner.launch", "--ranks", "2", "--", sys.executable]
     done = subprocess.run(
         [*command, str(REPO / "tests/integration/objective_world.py"), str(model), str(tmp_path)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPO}:{REPO / 'tests'}"},

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
 
 from loop_harness import ROOT, Role, Run
+
+from services.faults.proxy import body_of
 
 
 def error_of(role):
@@ -25,18 +28,21 @@ def test_a_healthy_run_shows_its_waits_each_with_a_limit_and_never_a_circle(tmp_
     changes = {"coordinator.max_steps": 1000, "rollout.fake.tokens_per_s": 40, "learner.fake_step_s": 0.3}
     with Run(tmp_path, changes) as run:
         roles = run.start_all("a", "b")
-        run.wait_for_step(1)
-        seen = []
-        deadline = time.monotonic() + 8
-        while time.monotonic() < deadline:
-            status = run.status()
+        missing = {
+            ("coordinator", "a"),
+            ("coordinator", "b"),
+            ("coordinator", "learner"),
+            ("judge", "coordinator"),
+            ("learner", "coordinator"),
+        }
+
+        def all_were_there(status):
             assert status["cycles"] == []
-            seen += status["waits"]
-            time.sleep(0.1)
-        assert all(wait["limit_key"] and wait["deadline_s"] > 0 for wait in seen)
-        on = {(wait["who"], wait["on"]) for wait in seen}
-        assert {("coordinator", "a"), ("coordinator", "b"), ("coordinator", "learner"), ("judge", "coordinator")} <= on
-        assert any(wait["who"] == "learner" and wait["what"].startswith("the batch of step") for wait in seen)
+            assert all(wait["limit_key"] and wait["deadline_s"] > 0 for wait in status["waits"])
+            missing.difference_update((wait["who"], wait["on"]) for wait in status["waits"])
+            return not missing and status["version"] >= 10
+
+        run.wait_until(all_were_there)
         as_json = run.forebay("waits", "--address", run.address, "--json")
         run.assert_all_exit(as_json)
         text = as_json.log.read_text()
@@ -46,7 +52,7 @@ def test_a_healthy_run_shows_its_waits_each_with_a_limit_and_never_a_circle(tmp_
         printed = table.log.read_text()[len(text) :]
         assert "Run loop: running" in printed
         assert "run.idle_timeout_s" in printed
-        run.assert_all_exit(run.forebay("stop", "--address", run.address), *roles.values())
+        run.assert_all_exit(run.stop(), *roles.values())
 
 
 def test_a_node_that_gets_no_work_for_too_long_ends_with_the_wait_and_its_limit(tmp_path):
@@ -57,7 +63,7 @@ def test_a_node_that_gets_no_work_for_too_long_ends_with_the_wait_and_its_limit(
         assert "run.idle_timeout_s" in error_of(rollout)
         report = json.loads(next((run.run_dir / "reports").glob("rollout-*.json")).read_text())
         assert report["error"].startswith("Waited ")
-        run.assert_all_exit(run.forebay("stop", "--address", run.address), coordinator)
+        run.assert_all_exit(run.stop(), coordinator)
 
 
 def test_a_step_that_takes_too_long_fails_the_run_with_learner_step_and_limit(tmp_path):
@@ -72,13 +78,16 @@ def test_a_step_that_takes_too_long_fails_the_run_with_learner_step_and_limit(tm
 
 
 def test_a_training_thread_that_nothing_can_interrupt_is_ended_with_the_wait_it_sits_in(tmp_path):
-    with Run(tmp_path) as run:
+    with Run(tmp_path, proxied=True) as run:
         coordinator = run.start("coordinator")
         argv = [sys.executable, str(ROOT / "tests/integration/blocked_learner.py"), str(run.config_path)]
         stuck = Role("stuck", ["env", f"PYTHONPATH={ROOT}", *argv], tmp_path / "stuck.log")
         run.roles.append(stuck)
-        run.wait_until(lambda s: any(wait["on"] == "rank 1" and wait["who"] == "stuck" for wait in s["waits"]))
         assert stuck.exit_code() == 5
+        said = [
+            body_of(seen)["waits"] for seen in run.proxy.seen if seen.kind == "heartbeat" and seen.node_id == "stuck"
+        ]
+        assert any(wait["on"] == "rank 1" for waits in said for wait in waits), "the coordinator did not hear of it"
         assert "for the work of step 1 from rank 1" in error_of(stuck)
         assert "learner.wait_timeout_s" in error_of(stuck)
         report = json.loads(next((run.run_dir / "reports").glob("stuck-*.json")).read_text())
@@ -88,13 +97,10 @@ def test_a_training_thread_that_nothing_can_interrupt_is_ended_with_the_wait_it_
         run.assert_all_exit(coordinator, code=143)
 
 
-def torchrun(run, *, num_ranks):
+def world_of(run, *, num_ranks):
     """The learner as a world of ``num_ranks`` processes."""
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    argv += ["-m", "services.learner", "--config", str(run.config_path), "--node-id", "learner"]
-    role = Role("learner", ["env", "OMP_NUM_THREADS=1", *argv], run.folder / "learner.log")
-    run.roles.append(role)
-    return role
+    words = ["--config", str(run.config_path), "--node-id", "learner", "--ranks", str(num_ranks)]
+    return run.spawn("learner", [sys.executable, "-m", "services.learner", *words])
 
 
 def test_the_ranks_of_a_learner_survive_a_batch_that_takes_longer_than_their_limit(tmp_path):
@@ -107,27 +113,52 @@ def test_the_ranks_of_a_learner_survive_a_batch_that_takes_longer_than_their_lim
         "coordinator.generate_timeout_s": 50,
     }
     with Run(tmp_path, changes) as run:
-        roles = [run.start("coordinator"), run.start("reward"), run.start("rollout"), torchrun(run, num_ranks=2)]
+        roles = [run.start("coordinator"), run.start("reward"), run.start("rollout"), world_of(run, num_ranks=2)]
         run.assert_all_exit(*roles)
         summary = run.assert_finished()
         assert max(step["time/wait_batch_s"] for step in summary["steps"]) > 2 * 3, "or this shows nothing"
 
 
-def test_a_rank_that_stands_still_ends_its_world_with_the_wait_and_its_limit(tmp_path):
-    with Run(tmp_path, {"learner.wait_timeout_s": 4, "coordinator.max_steps": 1000}) as run:
+def test_a_rank_that_stands_still_within_a_step_ends_its_world_with_the_wait_and_what_it_was_at(tmp_path):
+    changes = {"learner.wait_timeout_s": 15, "learner.fake_step_s": 2, "coordinator.max_steps": 1000}
+    with Run(tmp_path, changes) as run:
         roles = [run.start("coordinator"), run.start("reward"), run.start("rollout")]
-        learner = torchrun(run, num_ranks=2)
-        run.wait_for_step(2)
+        learner = world_of(run, num_ranks=2)
+        run.wait_for_step(1)
         second = next(pid for pid in children_of(learner.process.pid) if rank_of(pid) == "1")
-        os.kill(second, signal.SIGSTOP)
-        deadline = time.monotonic() + 60
+        step = freeze_within_a_step(run, second)
+        deadline = time.monotonic() + 120
         while "error: " not in learner.log.read_text() and time.monotonic() < deadline:
             time.sleep(0.1)
-        os.kill(second, signal.SIGCONT)  # torchrun would give it half a minute to end
-        assert learner.exit_code() != 0
+        os.kill(second, signal.SIGCONT)  # so that it need not be killed
+        assert learner.exit_code() == 5, "not that of the rank which lost the other"
         words = one_line(learner.log.read_text().partition("error: ")[2])
+        assert f"for train step {step}" in words
         assert "from rank 1, and it did not come. The limit is learner.wait_timeout_s" in words
-        run.assert_all_exit(run.forebay("stop", "--address", run.address), *roles)
+        assert f"rank 1 (pid {second} on " in words
+        assert "gives no sign since 1" in words
+        assert f"when it was at train step {step}" in words
+        assert {path.name.rpartition("-")[0] for path in run.run_dir.glob("reports/*")} >= {"learner", "learner-rank1"}
+        run.assert_all_exit(run.stop(), *roles)
+
+
+def freeze_within_a_step(run, pid):
+    """Suspend rank 1 while it trains, as the others see it; returns the step. Elsewhere it is let go, and suspended again later."""
+    for _ in range(20):
+        run.wait_until(lambda s: s["groups"]["batched"])
+        os.kill(pid, signal.SIGSTOP)
+        status = run.wait_until(lambda s: any(map(misses_rank_1, s["waits"])))
+        what = next(wait["what"] for wait in status["waits"] if misses_rank_1(wait))
+        if found := re.fullmatch(r"train step (\d+) \(last sign: train step \1\)", what):
+            return int(found[1])
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(1)
+    raise AssertionError("it was never within a step")
+
+
+def misses_rank_1(wait):
+    """Whether it comes from the ranks' signs of life."""
+    return wait["on"] == "rank 1" and "(last sign: " in wait["what"]
 
 
 def one_line(text):
@@ -149,15 +180,17 @@ def rank_of(pid):
 
 def test_a_step_whose_commit_comes_after_the_coordinators_end_is_discarded_and_trained_again(tmp_path):
     changes = {
-        "learner.fake_step_s": 4,
         "learner.stop_timeout_s": 1,
         "coordinator.leave_timeout_s": 0.5,
         "coordinator.max_steps": 3,
     }
-    with Run(tmp_path, changes) as run:
+    with Run(tmp_path, changes, proxied=True) as run:
+        too_late = run.proxy.add("drop", "step_committed", count=None, where=lambda seen: body_of(seen)["step"] == 2)
         roles = run.start_all()
         run.wait_until(lambda s: s["groups"]["batched"] and s["version"] == 1)
-        run.assert_all_exit(run.forebay("stop", "--address", run.address), *roles.values())
+        run.stop_now()
+        run.assert_all_exit(*roles.values())
+        run.proxy.release(too_late)
         assert [event["step"] for event in roles["learner"].events("step_discarded")] == [2]
         assert run.summary()["version"] == 1
         assert 2 not in steps_of(run), "the coordinator would refuse a learner that is ahead of it"
@@ -166,23 +199,29 @@ def test_a_step_whose_commit_comes_after_the_coordinators_end_is_discarded_and_t
 
 
 def test_a_step_whose_commit_still_reaches_the_coordinator_is_kept_without_a_publication(tmp_path):
-    with Run(tmp_path, {"learner.fake_step_s": 2, "coordinator.max_steps": 1000}) as run:
+    def has_its_batch(beat):
+        return not any(wait["what"].startswith("the batch") for wait in body_of(beat)["waits"])
+
+    with Run(tmp_path, {"learner.fake_step_s": 3, "coordinator.max_steps": 1000}, proxied=True) as run:
+        second = run.proxy.when("batch", lambda _: None, skip=1)
         roles = run.start_all()
-        run.wait_until(lambda s: s["groups"]["batched"] and s["version"] == 1)
-        run.assert_all_exit(run.forebay("stop", "--address", run.address), *roles.values())
+        second.wait()
+        run.proxy.when("heartbeat", lambda _: None, node_id="learner", where=has_its_batch).wait()
+        run.stop_now()
+        run.assert_all_exit(*roles.values())
         summary = run.assert_stopped()
         assert summary["version"] >= 2
         assert summary["num_syncs"] == summary["version"] - 1, "no engine is left that would want the last one"
 
 
 def test_a_process_that_stood_still_says_so_and_goes_on(tmp_path):
-    with Run(tmp_path, {"coordinator.max_steps": 1000}) as run:
+    with Run(tmp_path, {"coordinator.max_steps": 1000, "coordinator.node_timeout_s": 30}) as run:
         roles = run.start_all()
         run.wait_for_step(1)
         roles["judge"].signal(signal.SIGSTOP)
         time.sleep(2.5)
         roles["judge"].signal(signal.SIGCONT)
-        run.wait_for_step(run.status()["version"] + 2)
-        run.assert_all_exit(run.forebay("stop", "--address", run.address), *roles.values())
-        assert [event["seconds"] > 2 for event in roles["judge"].events("process_stood_still")] == [True]
-        assert roles["judge"].events("loop_blocked") == []
+        run.wait_for_step(run.now()["version"] + 2)
+        run.assert_all_exit(run.stop(), *roles.values())
+        assert any(event["seconds"] > 2 for event in roles["judge"].events("process_stood_still"))
+        assert not [event for event in roles["judge"].events("loop_unblocked") if event["seconds"] > 2]

@@ -221,7 +221,7 @@ def run_world(folder: Path) -> list[dict]:
     ]
     (folder / "layouts.json").write_text(json.dumps(layouts))
     script = REPO / "tests/integration/megatron_families_world.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
+    command = [sys.executable, "-m", "services.learner.launch", "--ranks", str(NUM_RANKS), "--", sys.executable]
     done = subprocess.run(
         [*command, str(script), str(folder / "layouts.json"), str(folder)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},

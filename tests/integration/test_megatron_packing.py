@@ -202,7 +202,7 @@ def test_in_every_layout_gradients_are_those_of_the_unshared_batch(tmp_path: Pat
     model, out = make_model(tmp_path / "model", "qwen2"), tmp_path / "out"
     one, _ = step(model, {}, share="off")
     out.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "services.learner.launch", "--ranks", "2", "--", sys.executable]
     done = subprocess.run(
         [*command, REPO / "tests/integration/packing_world.py", model, out, json.dumps(list(LAYOUTS.values()))],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},

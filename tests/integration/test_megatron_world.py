@@ -1,4 +1,4 @@
-"""Real worlds of torchrun processes over gloo: every layout trains as one process does.
+"""Real worlds of processes over gloo: every layout trains as one process does.
 
 Two worlds in all, of two ranks and of four; each trains in its layouts one after another. The largest differences seen to one
 process stand in the README of the learner, and the limits here are a few times those.
@@ -122,7 +122,7 @@ def world(
             for name, layout in LAYOUTS.items()
             if layout.num_ranks == num_ranks and name in selected
         }
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+        command = [sys.executable, "-m", "services.learner.launch", "--ranks", str(num_ranks), "--", sys.executable]
         script = REPO / "tests/integration/megatron_world.py"
         done = subprocess.run(
             [*command, str(script), str(out), json.dumps(jobs)],

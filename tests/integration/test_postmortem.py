@@ -70,6 +70,8 @@ def test_after_a_killed_coordinator_every_role_is_there_and_no_byte_of_a_key(tmp
     changes = {"run.key_file": str(key_file), "run.join_timeout_s": 4, "learner.fake_step_s": 0.2}
     with Run(tmp_path, {**changes, "coordinator.max_steps": 10_000}) as run:
         coordinator = run.start("coordinator")
+        while not coordinator.events("serving"):  # the nodes wait 4 s for it at most
+            assert coordinator.process.poll() is None, run.logs()
         nodes = [run.start("reward", "judge"), run.start("rollout", "a"), run.start("learner")]
         while len(coordinator.events("step")) < 20:  # so that a status was kept
             assert coordinator.process.poll() is None, run.logs()
@@ -98,7 +100,7 @@ def test_after_a_killed_coordinator_every_role_is_there_and_no_byte_of_a_key(tmp
 
 
 def test_a_node_that_was_killed_leaves_what_it_last_said(tmp_path):
-    with Run(tmp_path, {**STUCK, "coordinator.node_timeout_s": 2, "coordinator.no_progress_timeout_s": 60}) as run:
+    with Run(tmp_path, {**STUCK, "coordinator.no_progress_timeout_s": 120}) as run:
         roles = run.start_all("a", "b")
 
         def busy(status):  # the first of them that joins may have all the work
@@ -117,11 +119,13 @@ def test_a_node_that_was_killed_leaves_what_it_last_said(tmp_path):
 
 
 def test_a_live_run_goes_on_undisturbed(tmp_path):
-    with Run(tmp_path, {"learner.fake_step_s": 0.3, "coordinator.max_steps": 20}) as run:
+    with Run(tmp_path, {"coordinator.max_steps": 6}, proxied=True) as run:
         roles = run.start_all()
+        last = run.hold_commits(after=5)
         run.wait_for_step(1)
         files = archive_of(run)
         assert set(reports_by_node(files)) == {"coordinator", "judge", "a", "learner"}
+        run.proxy.release(last)
         run.assert_all_exit(*roles.values())
         run.assert_finished()
         assert "The run finished" in archive_of(run)["README.txt"]

@@ -768,7 +768,7 @@ def test_b61_a_killed_worker_or_judge_costs_no_reward(victim: str) -> None:
         pool.close()
 
 
-def wait_for(condition: Any, timeout_s: float = 10.0) -> Any:
+def wait_for(condition: Any, timeout_s: float = 60.0) -> Any:
     deadline = time.monotonic() + timeout_s
     while (found := condition()) is None:
         assert time.monotonic() < deadline

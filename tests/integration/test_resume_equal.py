@@ -8,20 +8,18 @@ import json
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
-from loop_harness import ROOT, Role, Run, descendants, task_line
+from loop_harness import ROOT, Role, descendants, task_line
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from protocol.codec import decode
 from services.coordinator.journal import Journal
-from services.faults.proxy import Rule
+from services.faults.harness import Run
+from services.faults.proxy import Rule, body_of
 
 TASKS = "".join(task_line(f"t{i}", f"Write f(x), number {'7' * (1 + 5 * i % 11)}.") for i in range(20))
 STEPS = 6
@@ -48,69 +46,74 @@ MEGATRON = {
 SAME_METRICS = ("train/lr", "train/loss", "train/grad_norm", "train/num_tokens", "reward/mean", "staleness/max")
 
 
+# "after" step n: it is committed, and the learner asks for the next batch; "saved": likewise, and its checkpoint is whole; "within" step n:
+# its batch is handed out; "published": the engine has a version that the journal hasn't.
+Moment = tuple[Literal["after", "saved", "within", "published"], int]
+
+
 class CutRun(Run):
     """A run whose learner is a world of ``num_ranks``, and which can be cut."""
 
     def __init__(self, folder: Path, changes: dict[str, Any], *, num_ranks: int = 1) -> None:
         folder.mkdir(parents=True)
-        super().__init__(folder, BASE | changes, tasks=TASKS, proxied=True)
+        super().__init__(folder, BASE | changes, tasks=TASKS, proxied=True, warm="learner.policy" not in changes)
         self.num_ranks = num_ranks
-        self.now: dict[str, Role] = {}
+        self.live: dict[str, Role] = {}
+        self.held: Rule
 
     def start_role(self, name: str) -> None:
         """Start one of coordinator, judge, a, learner."""
         if name != "learner":
-            self.now[name] = self.start({"judge": "reward", "a": "rollout"}.get(name, name), name)
+            self.live[name] = self.start({"judge": "reward", "a": "rollout"}.get(name, name), name)
             return
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.num_ranks)]
-        words = ["services.learner", "--config", str(self.config_path), "--node-id", name]
-        self.now[name] = self.spawn(name, [sys.executable, *(torchrun if self.num_ranks > 1 else []), "-m", *words])
+        words = ["--config", str(self.config_path), "--node-id", name, "--ranks", str(self.num_ranks)]
+        self.live[name] = self.spawn(name, [sys.executable, "-m", "services.learner", *words])
 
     def start_roles(self, *names: str) -> None:
         """Start several; all, if none is named."""
         for name in names or ("coordinator", "judge", "a", "learner"):
             self.start_role(name)
 
-    def cut(self, *names: str) -> None:
-        """Kill processes at one moment, with all that they started, and start them again."""
-        pids = [pid for name in names for pid in (self.now[name].process.pid, *descendants(self.now[name].process.pid))]
-        assert all(self.now[name].process.poll() is None for name in names), self.logs()
+    def cut(self, *names: str, then: Moment | None = None) -> None:
+        """Kill processes at one moment, with all that they started, and start them again, to be held at ``then``."""
+        pids = [
+            pid for name in names for pid in (self.live[name].process.pid, *descendants(self.live[name].process.pid))
+        ]
+        assert all(self.live[name].process.poll() is None for name in names), self.logs()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):  # a judge's short-lived child
                 os.kill(pid, signal.SIGKILL)
         for name in names:
-            self.now[name].process.wait()
-        self.proxy.clear()
+            self.live[name].process.wait()
+        self.hold_at(then)
         self.start_roles(*names)
 
-    def in_the_middle_of_step(self, step: int) -> None:
-        """Until the learner has its batch. It can't commit it until the next cut, however fast it is and however slow we are."""
-        self._hold_commit(step)
-        self.wait_until(lambda s: s["version"] == step - 1 and s["groups"]["batched"] > 0, timeout_s=120)
+    def hold_at(self, moment: Moment | None) -> None:
+        """The run does not get beyond ``moment`` before the next call, however fast it is and however slow we are. To be called while
+        nothing goes on."""
+        self.proxy.clear()
+        if moment is not None:
+            name, step = moment
+            kind, first = ("batch_request", step + 1) if name in ("after", "saved") else ("step_committed", step)
+            self.held = self.proxy.add("drop", kind, count=None, where=lambda seen: body_of(seen)["step"] >= first)
 
-    def after_checkpoint(self, step: int) -> None:
-        """Until the checkpoint of ``step`` is there."""
-        deadline = time.monotonic() + 120
-        while not any(self.run_dir.glob(f"checkpoints/step-{step:08d}/*.json")):
-            assert time.monotonic() < deadline, self.logs()
-            time.sleep(0.01)
-
-    def between_publish_and_commit(self, step: int) -> None:
-        """Until the engine has a version that the journal hasn't. It stays so until the next cut."""
-        self._hold_commit(step).wait(120)
-        status = self.status()
-        assert status is not None
-        assert status["version"] == step - 1
-        assert [node["holds"].split("/")[0] for node in status["nodes"] if node["role"] == "rollout"] == [f"v{step}"]
-
-    def _hold_commit(self, step: int) -> Rule:
-        """The coordinator never hears that ``step`` is done, however often it is told."""
-        is_commit = lambda seen: decode(seen.frames).message.step == step  # noqa: E731
-        return self.proxy.add("drop", "step_committed", direction="up", where=is_commit, count=None)
+    def reach(self, moment: Moment) -> None:
+        """Wait until the run, held there, has come to ``moment``."""
+        name, step = moment
+        if name == "within":
+            self.wait_until(lambda s: s["version"] == step - 1 and s["groups"]["batched"] > 0)
+        else:
+            self.held.wait()
+        status = self.now()
+        assert status["version"] == (step if name in ("after", "saved") else step - 1)
+        if name == "saved":  # the learner writes it in the background
+            self.wait_until(lambda _: any(self.run_dir.glob(f"checkpoints/step-{step:08d}/*.json")))
+        if name == "published":
+            assert [n["holds"].split("/")[0] for n in status["nodes"] if n["role"] == "rollout"] == [f"v{step}"]
 
     def outcome(self) -> dict[str, Any]:
         """Everything that must be equal, when all have left."""
-        for name, role in self.now.items():
+        for name, role in self.live.items():
             assert role.exit_code(240) == 0, f"{name}\n{self.logs()}"
         assert self.summary()["state"] == "finished"
         folder = self.run_dir / "checkpoints" / f"step-{STEPS:08d}"
@@ -189,35 +192,44 @@ def straight_fake(tmp_path_factory):
 
 
 EVERYTHING = ("coordinator", "judge", "a", "learner")
-BETWEEN = [("learner",), ("coordinator",), EVERYTHING, ("learner",), ("coordinator",)]
-WITHIN = [EVERYTHING, ("learner",), ("coordinator",), EVERYTHING, ("learner",)]
+Cuts = list[tuple[Moment, tuple[str, ...]]]
+FAKE_CUTS: dict[str, Cuts] = {
+    "between-steps": [
+        (("after", 1), ("learner",)),
+        (("after", 2), ("coordinator",)),
+        (("after", 3), EVERYTHING),
+        (("after", 4), ("learner",)),
+        (("after", 5), ("coordinator",)),
+    ],
+    "within-steps": [
+        (("within", 1), EVERYTHING),
+        (("within", 2), ("learner",)),
+        (("within", 3), ("coordinator",)),
+        (("within", 4), EVERYTHING),
+        (("within", 5), ("learner",)),
+    ],
+    "between-publication-and-commit": [(("published", 1), ("learner",)), (("published", 4), ("learner",))],
+}
+
+
+def cut_at(run: CutRun, cuts: Cuts) -> dict[str, Any]:
+    """The outcome of a run that is cut at each of these moments."""
+    moments = [moment for moment, _ in cuts]
+    run.hold_at(moments[0])
+    run.start_roles()
+    for (moment, victims), then in zip(cuts, [*moments[1:], None], strict=True):
+        run.reach(moment)
+        run.cut(*victims, then=then)
+    return run.outcome()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victims", [BETWEEN, WITHIN], ids=["between-steps", "within-steps"])
-def test_a_run_that_is_cut_at_each_step_equals_one_that_is_not(tmp_path, straight_fake, victims):
-    with CutRun(tmp_path / "run", {"learner.fake_step_s": 0.5}) as run:
-        run.start_roles()
-        for step, names in enumerate(victims, start=1):
-            if victims is WITHIN:
-                run.in_the_middle_of_step(step)
-            else:
-                run.wait_for_step(step)
-            run.cut(*names)
-        outcome = run.outcome()
-        run.assert_finished()
-    assert_equal(outcome, straight_fake, learner_lives=1 + sum("learner" in names for names in victims))
-
-
-@pytest.mark.slow
-def test_a_cut_between_publication_and_commit_changes_nothing(tmp_path, straight_fake):
+@pytest.mark.parametrize("cuts", FAKE_CUTS)
+def test_a_run_that_is_cut_at_each_step_equals_one_that_is_not(tmp_path, straight_fake, cuts):
     with CutRun(tmp_path / "run", {"learner.fake_step_s": 0.1}) as run:
-        run.start_roles()
-        for step in (1, 4):
-            run.between_publish_and_commit(step)
-            run.cut("learner")
-        outcome = run.outcome()
-    assert_equal(outcome, straight_fake, learner_lives=3)
+        outcome = cut_at(run, FAKE_CUTS[cuts])
+        run.assert_finished()
+    assert_equal(outcome, straight_fake, learner_lives=1 + sum("learner" in names for _, names in FAKE_CUTS[cuts]))
 
 
 # ---- Megatron ----
@@ -227,10 +239,10 @@ LAYOUTS = {
     "tensor": (2, {"learner.parallel.tensor": 2}),
     "pipeline": (2, {"learner.parallel.pipeline": 2}),
 }
-CUTS: list[tuple[Callable[[CutRun], Any], tuple[str, ...]]] = [
-    (lambda run: run.after_checkpoint(2), ("learner",)),
-    (lambda run: run.in_the_middle_of_step(4), EVERYTHING),  # 3 is committed, and its checkpoint is to come
-    (lambda run: run.between_publish_and_commit(5), ("learner",)),
+CUTS: Cuts = [
+    (("saved", 2), ("learner",)),
+    (("within", 4), EVERYTHING),  # 3 is committed, and its checkpoint is to come
+    (("published", 5), ("learner",)),
 ]
 
 
@@ -244,11 +256,7 @@ def test_a_megatron_run_that_is_cut_is_equal_bit_for_bit(tmp_path, layout):
         straight = run.outcome()
     assert_learns(straight, num_ranks)
     with CutRun(tmp_path / "cut", MEGATRON | changes, num_ranks=num_ranks) as run:
-        run.start_roles()
-        for wait, victims in CUTS:
-            wait(run)
-            run.cut(*victims)
-        cut = run.outcome()
+        cut = cut_at(run, CUTS)
     assert_equal(cut, straight, learner_lives=1 + sum("learner" in victims for _, victims in CUTS))
 
 

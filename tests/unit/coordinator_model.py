@@ -36,8 +36,8 @@ def digest(pool):
     return {
         "version": pool.version,
         "next group": pool.next_group_id,
-        "tasks that failed": dict(pool.task_failures),
-        "tasks that are out": dict(pool.tasks_out),
+        "tasks that failed": dict(pool.poison.failures),
+        "tasks that are out": dict(pool.poison.out),
         "ledger": pool.ledger.model_dump(),
         "staleness": dict(pool.staleness_counts),
         "groups": groups,
@@ -57,22 +57,14 @@ class Model(World):
         self.first_kept_step = 1
         self.out = {}  # tasks that are out
         self.seen_groups = 0  # group ids below it are admitted
-        self.slack = 0  # tokens that may be counted twice: they were told to two coordinators, or written off by one and told to the next
+        self.slack = 0  # tokens that nodes told of twice, as no node of ours does: under another number
         super().__init__(folder, config, num_tasks)
 
     @property
     def pool(self):
         return self.coordinator.pool
 
-    def start(self):
-        super().start()
-        self.lost_before = self.pool.ledger.lost
-
     def crash(self, *, durable, num_sent):
-        self.slack += sum(
-            tokens_of(message, arrays) for node in self.live(Rollout) for message, arrays in node.pending.values()
-        )
-        self.slack += sum(self.coordinator._written_off.values())  # nobody knows any more that they may still come
         super().crash(durable=durable, num_sent=num_sent)
         if self.durable is not None:
             found = digest(self.pool)
@@ -120,19 +112,13 @@ class Model(World):
         assert self.pool.out_of_tasks or step == self.config.max_steps
         assert not self.pool.groups
 
-    def has(self, message, arrays):
-        """Whether the pool has this completion: told again, it must not be counted again."""
-        group = self.pool.groups.get(message.group_id)
-        sample = group.samples.get(message.sample_index) if group else None
-        return sample is not None and sample.arrays["completion_ids"][0] == arrays["completion_ids"][0]
-
     # ---- what must be so at any time ----
 
     def check(self):
         pool, config = self.pool, self.config
         pool.ledger.check(buffered=pool.buffered_tokens, live_groups=len(pool.groups))
         failure = self.coordinator._failure
-        assert failure is None or pool.hopeless, failure
+        assert failure is None or pool.poison.hopeless, failure
         self._check_status()
         assert pool.version >= self.committed, "an acknowledged commit was undone"
         steps = [step for step, _, _ in self.coordinator.steps.recent]
@@ -143,7 +129,7 @@ class Model(World):
         for group in pool.groups.values():
             assert group.overtaken <= config.bypass_window
             assert group.group_id < self.seen_groups or group.task_index not in self.out, "a task that is out was drawn"
-        self.out, self.seen_groups = dict(pool.tasks_out), pool.next_group_id
+        self.out, self.seen_groups = dict(pool.poison.out), pool.next_group_id
         self._check_kept()
         self._check_tokens()
 
@@ -175,10 +161,8 @@ class Model(World):
     def _check_tokens(self):
         """The coordinator never counts more tokens than were generated."""
         generated = sum(node.generated for node in self.nodes if isinstance(node, Rollout))
-        written_off = sum(self.coordinator._written_off.values())
-        assert self.pool.ledger.lost == self.lost_before + written_off, (
-            "lost is what was written off and not taken back"
-        )
+        written_off = sum(self.coordinator.counts.written_off.values())
+        assert self.pool.ledger.lost == written_off, "lost is what was written off and not taken back"
         in_flight = sum(node.tokens_in_flight for node in self.coordinator.members.nodes.values())
         counted = self.pool.ledger.received + in_flight
         assert counted <= generated + self.slack, f"{counted} tokens counted, {generated} generated"

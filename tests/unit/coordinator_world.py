@@ -122,8 +122,7 @@ class Process:
         if re in self.pending:
             request, sent = self.pending.pop(re)
             if isinstance(message, m.Welcome):
-                if not self.run_uid:
-                    self.beat()
+                self.beat()
                 self.run_uid = message.run_uid
                 for seq, (open_request, its_arrays) in list(self.pending.items()):
                     self.world.say(self, seq, open_request, its_arrays)
@@ -167,15 +166,12 @@ class Rollout(Process):
     def hello_fields(self) -> dict[str, Any]:
         """Weights, and the leases at work."""
         open_leases = [m.OpenLease(lease_id=key, group_id=draft.lease.group_id) for key, draft in self.leases.items()]
-        return {"holds": self.holds, "open_leases": open_leases}
+        return {"holds": self.holds, "open_leases": open_leases, "settled_tokens": self.settled}
 
     def beat_fields(self) -> dict[str, Any]:
         """True counters."""
         self.beaten = self.generated
-        return {
-            "holds": self.holds,
-            "counters": {"generated_tokens": float(self.generated), "settled_tokens": float(self.settled)},
-        }
+        return {"holds": self.holds, "counters": {"generated_tokens": float(self.generated)}}
 
     def on_push(self, message: m.Message) -> None:
         """Take the lease."""

@@ -13,7 +13,7 @@ def reopen(desk, tmp_path, **changes):
     return Desk(tmp_path, **changes)
 
 
-def rejoin(desk, role, name, leases, life=1):
+def rejoin(desk, role, name, leases, life=1, settled_tokens=-1):
     hello = m.Hello(
         role=role,
         node_id=name,
@@ -23,6 +23,7 @@ def rejoin(desk, role, name, leases, life=1):
         holds=m.VersionTag(version=0) if role == "rollout" else None,
         run_uid=desk.journal.run_uid,
         open_leases=leases,
+        settled_tokens=settled_tokens,
     )
     return desk.say(f"{name}#{life}", hello)
 
@@ -207,8 +208,8 @@ def test_when_nothing_but_failures_comes_back_the_run_ends_and_says_why(tmp_path
     for _ in range(3):
         [(_, lease)] = of(m.GenerateLease, sent)
         sent = desk.say("gen#1", m.LeaseFailed(lease_id=lease.lease_id, error="CUDA error: no device"))
-    assert "The last 3 groups failed" in desk.coordinator.pool.hopeless
-    assert "CUDA error: no device" in desk.coordinator.pool.hopeless
+    assert "The last 3 groups failed" in desk.coordinator.pool.poison.hopeless
+    assert "CUDA error: no device" in desk.coordinator.pool.poison.hopeless
 
 
 def test_when_every_task_is_out_the_run_ends_and_says_why(tmp_path, desks):
@@ -218,7 +219,7 @@ def test_when_every_task_is_out_the_run_ends_and_says_why(tmp_path, desks):
     for _ in range(5):
         [(_, lease)] = of(m.GenerateLease, sent)
         sent = desk.say("gen#1", m.LeaseFailed(lease_id=lease.lease_id, error="too long", permanent=True))
-    assert desk.coordinator.pool.hopeless == "All 5 tasks are out. The last one: too long."
+    assert desk.coordinator.pool.poison.hopeless == "All 5 tasks are out. The last one: too long."
 
 
 def test_a_judge_that_always_fails_on_a_task_puts_the_task_out_and_not_the_others(tmp_path, desks):
@@ -231,8 +232,8 @@ def test_a_judge_that_always_fails_on_a_task_puts_the_task_out_and_not_the_other
     for _ in range(4):
         scores = of(m.ScoreLease, sent)
         sent = desk.score("judge#1", scores[0][1], BROKEN)
-    assert list(desk.coordinator.pool.tasks_out) == [task_index]
-    assert "no disk" in desk.coordinator.pool.tasks_out[task_index]
+    assert list(desk.coordinator.pool.poison.out) == [task_index]
+    assert "no disk" in desk.coordinator.pool.poison.out[task_index]
 
 
 def test_a_learner_whose_batches_are_gone_is_told_to_bring_its_checkpoints(tmp_path, desks):
@@ -240,7 +241,7 @@ def test_a_learner_whose_batches_are_gone_is_told_to_bring_its_checkpoints(tmp_p
     desks.append(desk)
     pool = desk.coordinator.pool
     pool.version = 7
-    pool._kept_steps.append((5, 10))  # what came before has been forgotten
+    pool._retention._steps.append((5, 10))  # what came before has been forgotten
     [(_, refused)] = of(m.Refused, desk.join("learner", "learner"))
     assert "newest checkpoint is of step 0, and the journal has batches from step 5 on" in refused.reason
     assert of(m.Welcome, rejoin(desk, "learner", "learner", [])), "one that is at work resumes from nothing"
@@ -254,7 +255,7 @@ def test_tokens_of_a_node_that_was_only_cut_off_are_counted_once(tmp_path, desks
         capacity=2,
         lease_ids=[lease.lease_id],
         holds=m.VersionTag(version=0),
-        counters={"generated_tokens": 6.0, "settled_tokens": 0.0},
+        counters={"generated_tokens": 6.0},
     )
     desk.say("gen#1", beat)
     die(desk, clock, "gen")
@@ -271,7 +272,7 @@ def test_a_process_that_died_and_started_again_has_lost_what_it_had(tmp_path, de
     desk = Desk(tmp_path)
     desks.append(desk)
     desk.join("rollout", "gen")
-    counters = {"generated_tokens": 6.0, "settled_tokens": 0.0}
+    counters = {"generated_tokens": 6.0}
     desk.say("gen#1", m.Heartbeat(capacity=2, holds=m.VersionTag(version=0), lease_ids=["x"], counters=counters))
     desk.join("rollout", "gen", life=2)
     assert desk.coordinator.pool.ledger.lost == 6
@@ -305,7 +306,7 @@ def test_a_result_whose_acknowledgement_was_lost_in_a_cut_is_counted_once(tmp_pa
     desk.seq = 70  # the request that was not answered, as it was
     [(_, ack)] = of(m.Ack, desk.sample("gen#1", lease, 1))
     node = desk.coordinator.members.nodes["gen"]
-    counters = {"generated_tokens": 6.0, "settled_tokens": 3.0}
+    counters = {"generated_tokens": 6.0}
     desk.say("gen#1", m.Heartbeat(capacity=2, holds=m.VersionTag(version=1), counters=counters))
     assert (ack.accepted, pool.ledger.received, pool.ledger.duplicate, node.tokens_in_flight) == (True, 6, 0, 0)
 
@@ -345,3 +346,32 @@ async def test_a_replay_without_samples_ends_the_run_and_does_not_keep_the_learn
     await desk.coordinator.steps._replay(b"learner#1", 1, 3)
     assert desk.coordinator.state == "failed"
     assert "batch of step 3 can't be read again" in desk.coordinator.end_reason
+
+
+def test_tokens_whose_acknowledgement_a_crash_of_the_coordinator_took_away_are_counted_once(tmp_path, desks, clock):
+    """They were written, the group was given up, and its samples are in no group that the next life could compare them with."""
+    before = Desk(tmp_path)
+    (_, lease), (_, other) = of(m.GenerateLease, before.join("rollout", "gen"))
+    before.sample("gen#1", other, 0)  # heard of: 3 tokens are settled
+    before.sample("gen#1", lease, 0)
+    failed = m.LeaseFailed(lease_id=lease.lease_id, error="boom", permanent=True, num_tokens=4)
+    before.say("gen#1", failed)
+    assert lease.group_id not in before.coordinator.pool.groups
+    desk = reopen(before, tmp_path)
+    desks.append(desk)
+    ledger = desk.coordinator.pool.ledger
+    assert (ledger.received, ledger.failed) == (10, 7)
+    held = [m.OpenLease(lease_id=each.lease_id, group_id=each.group_id) for each in (lease, other)]
+    rejoin(desk, "rollout", "gen", held, settled_tokens=3)
+    counters = {"generated_tokens": 13.0}
+    beat = m.Heartbeat(
+        capacity=2, lease_ids=[each.lease_id for each in held], holds=m.VersionTag(version=0), counters=counters
+    )
+    desk.say("gen#1", beat)
+    node = desk.coordinator.members.nodes["gen"]
+    assert node.tokens_in_flight == 3, "of the completion that it has at hand"
+    desk.sample("gen#1", lease, 0)
+    desk.say("gen#1", failed)
+    assert (ledger.received, ledger.failed, ledger.duplicate) == (10, 7, 0)
+    desk.sample("gen#1", lease, 1)  # comes late for its group, and is new
+    assert (ledger.received, ledger.duplicate, node.tokens_in_flight) == (13, 3, 0)

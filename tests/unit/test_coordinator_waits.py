@@ -140,5 +140,6 @@ def test_the_status_has_reported_waits_as_old_as_they_are_now(desk):
 
 def test_a_standstill_says_all_waits_and_circles(desk):
     desk.join("reward", "judge")
-    text = desk.coordinator._no_progress_text(time.monotonic())
+    assert waits.standstill(desk.coordinator, time.monotonic() + 899) is None
+    text = str(waits.standstill(desk.coordinator, time.monotonic() + 901))
     assert "coordinator waits 0 s of 900 s (coordinator.no_progress_timeout_s) for a rollout node to join" in text

@@ -13,8 +13,9 @@ from services.coordinator.batches import make_batch
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.cursor import TaskCursor
 from services.coordinator.journal import Journal
-from services.coordinator.pool import Pool, Record
-from services.coordinator.sample_arrays import NAMES, pack_arrays, unpack_arrays
+from services.coordinator.pool import Pool
+from services.coordinator.records import Record
+from services.coordinator.sample_arrays import NAMES, array_parts, unpack_arrays
 
 GOOD = JudgeResult(verdict=Verdict.ACCEPTED, reward=1.0)
 BAD = JudgeResult(verdict=Verdict.WRONG_ANSWER, reward=0.0)
@@ -96,7 +97,7 @@ async def test_a_task_that_is_out_stays_out_after_a_restart_and_its_place_is_fil
     assert [group.task_index for group in life.pool.groups.values()] == [0]
     life.pool.generation_failed(0, "200 tokens, run.max_prompt_tokens is 64", permanent=True)
     life = await restarted(life, groups_per_step=1, max_staleness=0)
-    assert life.pool.tasks_out == {0: "200 tokens, run.max_prompt_tokens is 64"}
+    assert life.pool.poison.out == {0: "200 tokens, run.max_prompt_tokens is 64"}
     drawn = []
     for step in range(1, 12):
         drawn += [group.task_index for group in life.pool.groups.values()]
@@ -110,14 +111,14 @@ async def test_a_task_that_is_out_stays_out_after_a_restart_and_its_place_is_fil
 async def test_failures_of_a_task_that_recovers_are_forgotten(restarted):
     life = await restarted(generate_attempts=1)
     life.pool.generation_failed(0, "boom")
-    assert life.pool.task_failures == {0: 1}
+    assert life.pool.poison.failures == {0: 1}
     life = await restarted(life, generate_attempts=1)
-    assert life.pool.task_failures == {0: 1}
+    assert life.pool.poison.failures == {0: 1}
     group = next(group for group in life.pool.groups.values() if group.task_index == 0)
     life.finish(group.group_id)
     life = await restarted(life)
-    assert life.pool.task_failures == {}
-    assert life.pool.tasks_out == {}
+    assert life.pool.poison.failures == {}
+    assert life.pool.poison.out == {}
 
 
 async def test_how_often_a_group_was_overtaken_survives(restarted):
@@ -158,7 +159,7 @@ async def test_routes_come_back_as_they_were_and_go_into_the_batch_in_order(rest
 
 def test_a_blob_of_too_few_bytes_is_no_sample():
     arrays = {name: np.zeros(2, dtype) for name, dtype in zip(NAMES, ("<i4", "<i4", "<f4"), strict=True)}
-    blob = pack_arrays(arrays)
+    blob = b"".join(array_parts(arrays))
     assert "routes" not in unpack_arrays(blob, num_prompt=2, num_completion=2)
     with pytest.raises(ValueError, match="buffer is smaller"):
         unpack_arrays(blob[:-1], num_prompt=2, num_completion=2)
@@ -252,10 +253,10 @@ async def test_a_truncated_journal_is_refused_and_left_as_it_is(tmp_path):
 
 async def test_a_journal_with_flipped_bytes_in_its_tokens_is_refused(tmp_path):
     path = journal_file(tmp_path)
-    data = bytearray(path.read_bytes())
-    at = data.index(np.arange(1000, 1010, dtype=np.int32).tobytes())
-    data[at + 4] ^= 0x40
-    path.write_bytes(data)
+    tokens = np.arange(1000, 1010, dtype=np.int32).tobytes()
+    flipped = bytearray(tokens)
+    flipped[4] ^= 0x40
+    path.write_bytes(path.read_bytes().replace(tokens, flipped))  # in what is deleted, too
     assert "fail their checksum" in refusal(path)
 
 
@@ -320,3 +321,9 @@ async def test_an_unknown_record_is_no_silent_loss(tmp_path):
     with pytest.raises(InvariantError, match="no such kind"):
         await journal.submit([Record("no such kind", (1,))])
     journal.close()
+
+
+def test_a_folder_that_can_not_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/file/run can't be written: Not a directory.*run\.dir"):
+        Journal(tmp_path / "file" / "run" / "journal.sqlite", run_id="r")

@@ -32,12 +32,17 @@ async def test_a_blocked_loop_is_reported_once_with_the_stack_of_who_blocks_it_a
         watch.start()
         await asyncio.sleep(0.1)
         the_culprit(1.0)
-        await until(lambda: [event for event in events if event["event"] == "loop_unblocked"])
+        await until(
+            lambda: [e for e in events if e["event"] == "loop_unblocked" and e["at"].startswith("the_culprit in ")]
+        )
         watch.stop()
-    blocked, unblocked = (event for event in events if event["event"].startswith("loop_"))
+    ours = [
+        event for event in events if event.get("at", "").startswith("the_culprit in ")
+    ]  # a busy machine may hold it up as well
+    blocked, unblocked = ours
+    assert [blocked["event"], unblocked["event"]] == ["loop_blocked", "loop_unblocked"]
     assert "the_culprit(1.0)" in blocked["stack"]
     assert "time.sleep(seconds)" in blocked["stack"]
-    assert blocked["at"].startswith("the_culprit in ")
     assert 0.5 < unblocked["seconds"] < 20
     assert watch.blocked_at.startswith("the_culprit in tests/unit/test_loop_watch.py:")
     assert watch.max_lag_ms > 500
@@ -62,7 +67,7 @@ async def test_a_loop_that_turns_is_not_reported():
         for _ in range(50):
             await asyncio.sleep(0.01)
         watch.stop()
-    assert events == []
+    assert [event for event in events if event["event"].startswith("loop_")] == []
 
 
 def test_a_process_that_was_stopped_says_that_it_stood_still_and_blames_no_stack():
@@ -70,7 +75,7 @@ def test_a_process_that_was_stopped_says_that_it_stood_still_and_blames_no_stack
         "import asyncio, common.logs, common.loop_watch as w\n"
         "common.logs.setup('x', json=True)\n"
         "async def main():\n"
-        "    w.LoopWatch(ping_s=0.02, blocked_s=0.5).start()\n"
+        "    w.LoopWatch(ping_s=0.02, blocked_s=1.5).start()\n"
         "    print('ready', flush=True)\n"
         "    await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"
@@ -83,7 +88,8 @@ def test_a_process_that_was_stopped_says_that_it_stood_still_and_blames_no_stack
         os.kill(process.pid, signal.SIGSTOP)
         time.sleep(2.5)
         os.kill(process.pid, signal.SIGCONT)
-        event = json.loads(process.stderr.readline())
+        while (event := json.loads(process.stderr.readline()))["seconds"] <= 2:  # shorter ones are the machine's own
+            assert event["event"] == "process_stood_still"
         time.sleep(0.3)
         process.kill()
         rest = process.stderr.read()

@@ -10,7 +10,7 @@ from typing import Any
 from services.faults.case import Body, Case, Scene
 from services.faults.processes import Role, assert_gone, descendants
 
-LONG = {"coordinator.max_steps": 24, "learner.fake_step_s": 0.3}  # so that it still goes on when the frozen one is back
+LONG = {"coordinator.max_steps": 12, "learner.fake_step_s": 0.3}
 MORE = {"coordinator.max_steps": 8}
 IDLE = {"learner.fake_step_s": 0.7, "coordinator.max_staleness": 1, "coordinator.bypass_window": 0}
 # The moment of a stage: the message that has just been sent when the victim dies.
@@ -29,10 +29,10 @@ def _kill(victim: str, moment: str, *, check: Callable[[Scene, dict[str, Role], 
 
     def body(scene: Scene) -> None:
         roles = scene.run.start_all()
-        scene.steps(2)
+        scene.steps(1)
         children = descendants(roles[victim].pid)
-        scene.kill_at(roles[victim], kind, **conditions)
-        assert_gone(children, within_s=15)
+        scene.kill_at(roles[victim], kind, after_step=2, **conditions)
+        assert_gone(children, within_s=60)
         dead, roles[victim] = roles[victim], scene.run.again(roles[victim])
         scene.finish(*roles.values())
         if check:
@@ -44,10 +44,10 @@ def _kill(victim: str, moment: str, *, check: Callable[[Scene, dict[str, Role], 
 def _kill_idle(victim: str) -> Body:
     def body(scene: Scene) -> None:
         roles = scene.run.start_all()
-        scene.steps(1)
-        scene.run.wait_until(_nobody_works)
-        scene.inject()
-        roles[victim].kill()
+        with scene.run.held_at(1):
+            scene.run.wait_until(_nobody_works)
+            scene.inject()
+            roles[victim].kill()
         roles[victim] = scene.run.again(roles[victim])
         scene.finish(*roles.values())
 
@@ -65,30 +65,32 @@ def _one_of_two(role: str) -> Body:
         second = [scene.run.start("reward", "second")] if role == "reward" else []
         roles = scene.run.start_all(*(("a", "second") if role == "rollout" else ("a",)))
         victim = second.pop() if second else roles.pop("second")
-        scene.steps(1)
         children = descendants(victim.pid)
         kind = "generate_lease" if role == "rollout" else "score_lease"
-        scene.kill_at(victim, kind, direction="down", node_id="second")
-        assert_gone(children, within_s=15)
+        scene.kill_at(victim, kind, after_step=1, direction="down", node_id="second")
+        assert_gone(children, within_s=60)
         scene.finish(*roles.values())
 
     return body
 
 
 def _freeze(victim: str, silent_s: float, *, wait_for: str = "") -> Body:
-    """SIGSTOP for ``silent_s``, then SIGCONT: the process goes on with what it had in mind."""
+    """SIGSTOP for ``silent_s``, then SIGCONT: the process goes on with what it had in mind, and the run has not ended meanwhile."""
 
     def body(scene: Scene) -> None:
         roles = scene.run.start_all("a", "b") if victim == "a" else scene.run.start_all()
-        scene.steps(2)
+        last = scene.run.hold_commits(after=scene.run.config["coordinator"]["max_steps"] - 1)
+        with scene.run.held_at(2):
+            if wait_for:
+                rule = scene.proxy.when(wait_for, lambda _: roles[victim].signal(signal.SIGSTOP), node_id=victim)
+            else:
+                scene.inject()
+                roles[victim].signal(signal.SIGSTOP)
         if wait_for:
-            rule = scene.proxy.when(wait_for, lambda _: roles[victim].signal(signal.SIGSTOP), node_id=victim)
             scene.inject(rule.wait())
-        else:
-            scene.inject()
-            roles[victim].signal(signal.SIGSTOP)
         time.sleep(silent_s)
         roles[victim].signal(signal.SIGCONT)
+        scene.proxy.release(last)
         scene.finish(*roles.values())
 
     return body
@@ -96,10 +98,10 @@ def _freeze(victim: str, silent_s: float, *, wait_for: str = "") -> Body:
 
 def _freeze_for_good(scene: Scene) -> None:
     roles = scene.run.start_all("a", "b")
-    scene.steps(2)
     frozen = roles.pop("a")
-    scene.inject()
-    frozen.signal(signal.SIGSTOP)
+    with scene.run.held_at(2):
+        scene.inject()
+        frozen.signal(signal.SIGSTOP)
     scene.finish(*roles.values())
 
 
@@ -122,10 +124,9 @@ def _die_within_the_step(scene: Scene) -> None:
 def _learner_twice(scene: Scene) -> None:
     """The second one dies while it trains again what the first had trained: everything twice, and yet once."""
     roles = scene.run.start_all()
-    scene.steps(3)
-    scene.kill_at(roles["learner"], "batch", direction="down")
-    roles["learner"] = scene.run.again(roles["learner"])
+    scene.kill_at(roles["learner"], "batch", after_step=4, direction="down")  # after 5, and the last checkpoint is of 4
     again = scene.proxy.when("batch", lambda _: roles["learner"].process.kill(), direction="down", skip=1)
+    roles["learner"] = scene.run.again(roles["learner"])
     again.wait()
     roles["learner"].process.wait()
     roles["learner"] = scene.run.again(roles["learner"])
@@ -137,8 +138,8 @@ def _power_cut(moment: str) -> Body:
 
     def body(scene: Scene) -> None:
         scene.run.start_all()
-        scene.steps(3)
-        rule = scene.proxy.when(kind, lambda _: scene.run.signal_all(), **conditions)
+        with scene.run.held_at(3):
+            rule = scene.proxy.when(kind, lambda _: scene.run.signal_all(), **conditions)
         scene.inject(rule.wait())
         for role in scene.run.roles:
             role.process.wait()
@@ -151,9 +152,9 @@ def _power_cut(moment: str) -> Body:
 def _resume_late(scene: Scene) -> None:
     """Cut at step 12, then 20 more: staleness and order must hold from the first step on (``evidence`` checks each)."""
     scene.run.start_all("a", "b")
-    scene.steps(12)
-    scene.inject()
-    scene.run.signal_all()
+    with scene.run.held_at(12):
+        scene.inject()
+        scene.run.signal_all()
     for role in scene.run.roles:
         role.process.wait()
     roles = {name: scene.run.start(role, name) for role, name in _FLEET}
@@ -188,12 +189,10 @@ def _terminate(victim: str, code: int) -> Body:
     def body(scene: Scene) -> None:
         role = {"a": "rollout", "judge": "reward"}.get(victim, victim)
         roles = scene.run.start_all()
-        scene.steps(2)
-        if victim in ("a", "judge"):
-            rule = scene.proxy.when("generate_lease" if victim == "a" else "score_lease", lambda _: None)
-            rule.wait()
-        scene.inject()
-        roles[victim].signal(signal.SIGTERM)
+        kind = {"a": "generate_lease", "judge": "score_lease"}.get(victim, "batch")
+        with scene.run.held_at(2):
+            rule = scene.proxy.when(kind, lambda _: roles[victim].signal(signal.SIGTERM))
+        scene.inject(rule.wait())
         scene.run.assert_all_exit(roles[victim], code=code)
         scene.detect()
         roles[victim] = scene.run.start(role, victim)
@@ -206,9 +205,9 @@ def _terminate(victim: str, code: int) -> Body:
 def _terminate_coordinator(scene: Scene) -> None:
     """The run stops in order: everybody leaves with 0, it says 143, and goes on later."""
     roles = scene.run.start_all()
-    scene.steps(2)
-    scene.inject()
-    roles["coordinator"].signal(signal.SIGTERM)
+    with scene.run.held_at(2):
+        scene.inject()
+        roles["coordinator"].signal(signal.SIGTERM)
     scene.run.assert_all_exit(roles.pop("coordinator"), code=143)
     scene.run.assert_all_exit(*roles.values())
     scene.detect()

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from services.faults.case import Body, Case, Scene
+from services.faults.proxy import Rule
 
 # What travels at each stage: (kind, conditions). All of them are hit in one run, one after the other.
 STAGE_MESSAGES: dict[str, list[tuple[str, dict[str, Any]]]] = {
@@ -33,19 +34,13 @@ def _on_the_way(action: str, stage: str) -> Body:
     """Every kind of message of a stage, once each (heartbeats: five), from the second step on; those of joining from the start."""
 
     def body(scene: Scene) -> None:
-        if stage != "join":
+        if stage in ("join", "judge"):  # a suite is asked for once, at the beginning
+            rules = _add_rules(scene, action, stage)
             roles = scene.run.start_all()
-            if stage != "judge":  # a suite is asked for once, at the beginning
-                scene.steps(1)
-        rules = [
-            scene.proxy.add(action, kind, **{"delay_s": 0.7 if action == "delay" else 0.0, **conditions})
-            for kind, conditions in STAGE_MESSAGES[stage]
-        ]
-        if action == "corrupt":
-            kinds = [kind for kind, _ in STAGE_MESSAGES[stage] if kind in ARRAYS]
-            rules += [scene.proxy.add("shorten", kind) for kind in kinds if kind != "suite"]
-        if stage == "join":
+        else:
             roles = scene.run.start_all()
+            with scene.run.held_at(1):
+                rules = _add_rules(scene, action, stage)
         scene.finish(*roles.values())
         hits = [at for rule in rules for at in rule.hits]
         missed = [f"{rule.kind} {rule.node_id}" for rule in rules if not rule.hits]
@@ -53,6 +48,18 @@ def _on_the_way(action: str, stage: str) -> Body:
         scene.inject(min(hits))
 
     return body
+
+
+def _add_rules(scene: Scene, action: str, stage: str) -> list[Rule]:
+    delay_s = 0.7 if action == "delay" else 0.0
+    rules = [
+        scene.proxy.add(action, kind, **{"delay_s": delay_s, **conditions})
+        for kind, conditions in STAGE_MESSAGES[stage]
+    ]
+    if action == "corrupt":
+        kinds = [kind for kind, _ in STAGE_MESSAGES[stage] if kind in ARRAYS]
+        rules += [scene.proxy.add("shorten", kind) for kind in kinds if kind != "suite"]
+    return rules
 
 
 def _wire_case(action: str, stage: str) -> Case:
@@ -71,26 +78,28 @@ def _wire_case(action: str, stage: str) -> Case:
 def _chaos(scene: Scene) -> None:
     """Every message between everybody, with some probability."""
     roles = scene.run.start_all()
-    scene.steps(1)
-    for action in ("drop", "duplicate", "reorder"):
-        scene.proxy.add(action, probability=0.03, count=None)
-    scene.proxy.add("delay", probability=0.05, count=None, delay_s=0.3)
-    scene.inject()
-    scene.steps(10)
-    scene.proxy.clear()  # so that the end can be told
+    with scene.run.held_at(1):
+        rules = [scene.proxy.add(action, probability=0.03, count=None) for action in ("drop", "duplicate", "reorder")]
+        rules.append(scene.proxy.add("delay", probability=0.05, count=None, delay_s=0.3))
+        scene.inject()
+    with scene.run.held_at(10):
+        for rule in rules:  # so that the end can be told
+            scene.proxy.release(rule)
     scene.finish(*roles.values())
 
 
 def _cut_off(node_id: str, seconds: float) -> Body:
-    """Nothing passes in either direction for ``seconds``, and what was sent is gone."""
+    """Nothing passes in either direction for ``seconds``, and what was sent is gone. The run does not end meanwhile."""
 
     def body(scene: Scene) -> None:
         roles = scene.run.start_all("a", "b")
-        scene.steps(2)
-        scene.inject()
-        scene.proxy.cut(node_id)
+        last = scene.run.hold_commits(after=scene.run.config["coordinator"]["max_steps"] - 1)
+        with scene.run.held_at(2):
+            scene.inject()
+            scene.proxy.cut(node_id)
         time.sleep(seconds)
         scene.proxy.heal(node_id)
+        scene.proxy.release(last)
         scene.finish(*roles.values())
 
     return body
@@ -98,13 +107,13 @@ def _cut_off(node_id: str, seconds: float) -> Body:
 
 def _lost_shutdown(scene: Scene) -> None:
     """Its next heartbeat is answered with the news."""
-    roles = scene.run.start_all()
     rule = scene.proxy.add("drop", "shutdown", node_id="judge", count=1)
-    scene.inject(rule.wait(40))
+    roles = scene.run.start_all()
+    scene.inject(rule.wait())
     scene.finish(*roles.values())
 
 
-LONG = {"coordinator.max_steps": 16, "learner.fake_step_s": 0.3}
+LONG = {"coordinator.max_steps": 10, "learner.fake_step_s": 0.3}
 CASES = [
     *(_wire_case(action, stage) for stage in STAGE_MESSAGES for action in WORDS),
     Case("chaos", "whole run", "a tenth of all messages is lost, doubled, late or overtaken, of all kinds", _chaos, changes={"coordinator.max_steps": 12, "coordinator.generate_timeout_s": 3.0, "run.sync_timeout_s": 3.0}, slow=True),

@@ -7,14 +7,12 @@ import os
 import signal
 import time
 from collections import Counter
-from typing import Any
 
-from protocol.codec import peek
 from services.faults.case import Body, Case, Scene
 from services.faults.harness import SAME, task_line, task_lines
 from services.faults.interleave import lost_wakeups
 from services.faults.processes import assert_gone, descendants, seconds
-from services.faults.proxy import Seen
+from services.faults.proxy import Seen, body_of
 
 BAD = "the bad one"  # in the prompt that has the fault
 SLEEPY = "```python\nimport time\ndef f(x):\n    if x == 99: time.sleep(10**9)\n    return x + ({sample}) % 2\n```"
@@ -28,11 +26,7 @@ def _tasks_with_bad_one(count: int = 7) -> str:
 
 def _leases(scene: Scene, task_id: str) -> list[Seen]:
     """Generate leases of a task, as they passed the proxy."""
-    return [seen for seen in scene.proxy.seen if seen.kind == "generate_lease" and _body(seen)["task_id"] == task_id]
-
-
-def _body(seen: Seen) -> dict[str, Any]:
-    return dict(peek(seen.frames[0])["body"])
+    return [seen for seen in scene.proxy.seen if seen.kind == "generate_lease" and body_of(seen)["task_id"] == task_id]
 
 
 # ---- generation ----
@@ -40,8 +34,7 @@ def _body(seen: Seen) -> dict[str, Any]:
 
 def _all_producers_die(scene: Scene) -> None:
     roles = scene.run.start_all()
-    scene.steps(2)
-    scene.kill_at(roles.pop("a"), "generate_lease")
+    scene.kill_at(roles.pop("a"), "generate_lease", after_step=2)
     scene.end(roles.pop("coordinator"), 5, says="0 rollout")
     scene.finish(*roles.values())
 
@@ -65,6 +58,7 @@ def _generator_sometimes_raises(scene: Scene) -> None:
 
 def _never_ends(scene: Scene) -> None:
     """The coordinator is killed while the generation hangs; its successor must know how often it was tried."""
+    last = scene.run.hold_commits(after=scene.run.config["coordinator"]["max_steps"] - 1)
     roles = scene.run.start_all()
     scene.inject(_first_lease_of_bad(scene))
     scene.run.wait_until(
@@ -72,8 +66,9 @@ def _never_ends(scene: Scene) -> None:
     )
     roles["coordinator"].kill()
     roles["coordinator"] = scene.run.again(roles["coordinator"])
+    scene.proxy.release(last)
     scene.finish(*roles.values())
-    tried = Counter(_body(seen)["group_id"] for seen in _leases(scene, "bad"))
+    tried = Counter(body_of(seen)["group_id"] for seen in _leases(scene, "bad"))
     limits = scene.run.config["coordinator"]
     most = limits["task_attempts"] + 1  # one more may have been started before the last of them failed
     assert len(tried) <= most, f"the task was tried in {len(tried)} groups"
@@ -82,7 +77,7 @@ def _never_ends(scene: Scene) -> None:
 
 
 def _first_lease_of_bad(scene: Scene) -> float:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if leased := _leases(scene, "bad"):
             return leased[0].at
@@ -94,8 +89,8 @@ def _too_long(scene: Scene) -> None:
     """Refused once, replaced, and not tried again by the coordinator's successor."""
     roles = scene.run.start_all()
     scene.inject(_first_lease_of_bad(scene))
-    scene.steps(2)
-    roles["coordinator"].kill()
+    with scene.run.held_at(2):
+        roles["coordinator"].kill()
     roles["coordinator"] = scene.run.again(roles["coordinator"])
     scene.finish(*roles.values())
     leased = _leases(scene, "bad")
@@ -123,7 +118,7 @@ def _engine_dies(scene: Scene) -> None:
     """The node lives on without its engine: it must end, and take no healthy task with it."""
     roles = scene.run.start_all_but("a")
     first = scene.run.start("rollout", "a", overrides=("rollout.fake.engine_dies_at=3",))
-    assert first.exit_code(40) == 1
+    assert first.exit_code() == 1
     scene.inject(seconds(first.events("engine_died")[0]))
     scene.detect()
     assert "told to die" in first.error()
@@ -134,25 +129,26 @@ def _engine_dies(scene: Scene) -> None:
 
 def _stuck_node(scene: Scene) -> None:
     """A node whose generations never end, beside one that is well."""
+    rule = scene.proxy.when("generate_lease", lambda _: None, node_id="stuck")
     scene.run.start("rollout", "stuck", overrides=("rollout.fake.tokens_per_s=0.01",))
-    roles = scene.run.start_all()
-    leased = next(seen.at for seen in scene.proxy.seen if seen.kind == "generate_lease" and seen.node_id == "stuck")
-    scene.inject(leased)
+    roles = scene.run.start_all_but("a", "learner")
+    scene.inject(rule.wait())
+    roles |= {"a": scene.run.start("rollout", "a"), "learner": scene.run.start("learner")}
     scene.finish(*roles.values())
 
 
 def _straggler(scene: Scene) -> None:
-    """One prompt takes 20 times as long: others pass it within the window, and it goes on across updates."""
+    """Others pass it within the window, and it goes on across the update that this makes possible."""
     roles = scene.run.start_all_but("a")
     scene.run.wait_for_nodes("judge", "learner")
     roles["a"] = scene.run.start("rollout", "a")
     scene.inject(_first_lease_of_bad(scene))
     scene.finish(*roles.values())
     versions = [
-        len(_body(seen)["segments"])
+        len(body_of(seen)["segments"])
         for seen in scene.proxy.seen
         if seen.kind == "sample_result"
-        and _body(seen)["group_id"] in {_body(lease)["group_id"] for lease in _leases(scene, "bad")}
+        and body_of(seen)["group_id"] in {body_of(lease)["group_id"] for lease in _leases(scene, "bad")}
     ]
     assert max(versions) > 1, "it did not go on across an update"
     overtaken = max(overtaken for (overtaken,) in scene.run.query("SELECT overtaken FROM groups"))
@@ -179,13 +175,13 @@ def _judge_process(signum: int) -> Body:
     def body(scene: Scene) -> None:
         second = scene.run.start("reward", "second")
         roles = scene.run.start_all()
-        scene.steps(1)
-        judges = {pid for pid in descendants(second.pid) if "judge_process" in _command(pid)}
-        assert len(judges) == 1
-        rule = scene.proxy.when("score_lease", lambda _: os.kill(min(judges), signum), node_id="second")
+        with scene.run.held_at(1):
+            judges = {pid for pid in descendants(second.pid) if "judge_process" in _command(pid)}
+            assert len(judges) == 1
+            rule = scene.proxy.when("score_lease", lambda _: os.kill(min(judges), signum), node_id="second")
         scene.inject(rule.wait())
         scene.finish(second, *roles.values())
-        assert_gone(judges, within_s=10)
+        assert_gone(judges, within_s=60)
 
     return body
 
@@ -202,11 +198,11 @@ def _never_judged(scene: Scene) -> None:
     """A grader that no node has: each judgement is an infrastructure error. Out after its attempts, and the run goes on."""
     roles = scene.run.start_all()
     scene.inject(_first_lease_of_bad(scene))
-    scene.steps(3)
-    roles["coordinator"].kill()
+    with scene.run.held_at(3):
+        roles["coordinator"].kill()
     roles["coordinator"] = scene.run.again(roles["coordinator"])
     scene.finish(*roles.values())
-    groups = {_body(seen)["group_id"] for seen in _leases(scene, "bad")}
+    groups = {body_of(seen)["group_id"] for seen in _leases(scene, "bad")}
     drawn = scene.run.query("SELECT group_id, status FROM groups WHERE task_index = 0")
     assert all(status == "failed" for _, status in drawn), drawn
     assert len(groups) <= scene.run.config["coordinator"]["task_attempts"], (
@@ -272,7 +268,7 @@ def _one_node_fails(scene: Scene) -> None:
     bad = scene.run.start("rollout", "bad", overrides=("rollout.fake.fail_update_at=3",))
     rule = scene.proxy.when("sync_failed", lambda _: None)
     roles = scene.run.start_all("a", "b")
-    scene.inject(rule.wait(40))
+    scene.inject(rule.wait())
     scene.finish(bad, *roles.values())
     assert [row["sync/acked"] for row in scene.run.summary()["steps"]] == [3, 3, 2, 3, 3, 3], (
         "it is back with the next version"
@@ -283,7 +279,7 @@ def _one_node_fails(scene: Scene) -> None:
 def _every_node_fails(scene: Scene) -> None:
     rule = scene.proxy.when("sync_failed", lambda _: None)
     roles = scene.run.start_all("a", "b")
-    scene.inject(rule.wait(40))
+    scene.inject(rule.wait())
     scene.steps(2)
     healthy = scene.run.start("rollout", "healthy", overrides=("rollout.fake.fail_update_at=0",))
     scene.finish(healthy, *roles.values())
@@ -296,7 +292,10 @@ def _slow_update(scene: Scene) -> None:
     roles = scene.run.start_all()
     scene.inject(rule.wait())
     scene.finish(*roles.values())
-    told = [_body(seen)["pause_s"] for seen in scene.proxy.seen if seen.kind == "sync_done"]
+    said = {
+        (seen.identity, seen.seq): seen for seen in scene.proxy.seen if seen.kind == "sync_done"
+    }  # once, if sent again
+    told = [body_of(seen)["pause_s"] for seen in said.values()]
     kept = [sync["pause_s"] for sync in scene.run.summary()["syncs"]]
     assert len(told) == scene.run.config["coordinator"]["max_steps"]
     assert abs(sum(told) - sum(kept)) < 1e-6, f"pauses of {told} s were told, {kept} s are kept"
@@ -315,21 +314,21 @@ def _old_weights(scene: Scene) -> None:
 
 ON_POLICY = {"coordinator.max_staleness": 0, "coordinator.bypass_window": 0}
 CASES = [
-    Case("all-producers-die", "generate", "the only rollout node dies and nobody starts it again: the run ends with 5 and the cause", _all_producers_die, (18,), {"coordinator.no_progress_timeout_s": 4.0}, ends="failed"),
-    Case("generator-always-raises", "generate", "every generation fails: the run ends with an error and the cause", _generator_always_raises, (23,), {"rollout.fake.fail_every": 1, "coordinator.no_progress_timeout_s": 5.0}, ends="failed"),
+    Case("all-producers-die", "generate", "the only rollout node dies and nobody starts it again: the run ends with 5 and the cause", _all_producers_die, (18,), {"coordinator.no_progress_timeout_s": 10.0}, ends="failed"),
+    Case("generator-always-raises", "generate", "every generation fails: the run ends with an error and the cause", _generator_always_raises, (23,), {"rollout.fake.fail_every": 1}, ends="failed"),
     Case("generator-sometimes-raises", "generate", "every third generation fails", _generator_sometimes_raises, (23,), {"rollout.fake.fail_every": 3, "coordinator.generate_attempts": 2}),
     Case("generation-never-ends", "generate", "one prompt's generation never ends, not after a restart of the coordinator either", _never_ends, (19,), {"rollout.fake.never_ends_on": BAD, "coordinator.generate_timeout_s": 1.0, "coordinator.generate_attempts": 2, "coordinator.task_attempts": 2, "coordinator.shuffle": False, "learner.fake_step_s": 0.5, "coordinator.max_steps": 10}, _tasks_with_bad_one(3)),
     Case("prompt-too-long", "generate", "a prompt is longer than the context", _too_long, (21,), {"coordinator.shuffle": False}, task_line("bad", "x" * 100) + task_lines(3)),
     Case("poison-prompt", "generate", "a prompt kills every rollout node that takes it", _poison, (), {"coordinator.death_attempts": 3, "coordinator.task_attempts": 2, "rollout.fake.dies_on": BAD, "coordinator.shuffle": False}, _tasks_with_bad_one()),
     Case("engine-dies", "generate", "the engine below a rollout node dies, and every generation fails from then on", _engine_dies, (23,)),
     Case("stuck-rollout", "generate", "no generation of one of two nodes ever ends", _stuck_node, (19,), {"coordinator.generate_timeout_s": 1.0, "coordinator.max_steps": 3}),
-    Case("straggler", "generate", "one prompt takes 20 times as long as the others", _straggler, (25, 33), {"rollout.fake.slow_on": BAD, "coordinator.shuffle": False, "rollout.fake.tokens_per_s": 100.0}, _tasks_with_bad_one(30), noticed=False),
+    Case("straggler", "generate", "one prompt takes longer than a step of the others", _straggler, (25, 33), {"rollout.fake.slow_on": BAD, "coordinator.shuffle": False, "coordinator.generate_timeout_s": 60.0}, _tasks_with_bad_one(30), noticed=False),
     Case("reward-sleeps-for-ever", "judge", "the programs of one task sleep for ever when they are judged", _sleeping_reward, (51,), {"coordinator.shuffle": False, "rollout.fake.completion": SLEEPY}, SLEEPS + task_lines(20)),
     Case("kill-judge-process", "judge", "kill -9 of the process that judges, below a reward node", _judge_process(signal.SIGKILL), (54,)),
     Case("freeze-judge-process", "judge", "the process that judges is frozen for good, below one of two reward nodes", _judge_process(signal.SIGSTOP), (51,), {"coordinator.score_timeout_s": 1.5}),
     Case("task-never-judged", "judge", "every judgement of one task is an infrastructure error", _never_judged, (), {"coordinator.task_attempts": 2, "coordinator.shuffle": False}, json.dumps({"task_id": "bad", "prompt": BAD, "tests": {"kind": "custom", "grader": "no-such-grader"}}) + "\n" + task_lines(4)),
     Case("lost-wake-ups", "train", "10,000 random orders of a batch's arrival and the request for it", _interleavings, (22,), ends="", noticed=False),
-    Case("one-node-fails-update", "update", "one of three engines fails a weight update", _one_node_fails, (14,), {"learner.fake_step_s": 0.3}),
+    Case("one-node-fails-update", "update", "one of three engines fails a weight update", _one_node_fails, (14,), {"coordinator.node_timeout_s": 30.0, "run.sync_timeout_s": 60.0}),
     Case("every-node-fails-update", "update", "all engines fail a weight update", _every_node_fails, (9,), {**ON_POLICY, "coordinator.max_steps": 4, "rollout.fake.fail_update_at": 2}),
     Case("slow-update", "update", "each weight update takes half a second", _slow_update, (10, 34), {"rollout.fake.update_s": 0.5, "coordinator.max_steps": 4}, noticed=False),
     Case("old-weights", "update", "an engine says that it has the new weights and keeps the old", _old_weights, (12,), {**ON_POLICY, "rollout.fake.keep_weights_from": 3, "rollout.fake.logprobs_tell_weights": True, "learner.fake_gap_alarm": 0.002}, ends="stopped"),

@@ -7,11 +7,44 @@ and torch's deprecations add more. Those messages, and no others, are silenced, 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
-with warnings.catch_warnings():
+import torch
+
+
+@contextlib.contextmanager
+def _compiled_when_called() -> Iterator[None]:
+    """Within it, what ``torch.compile`` decorates is compiled at its first call.
+
+    Megatron decorates dozens of functions, of which a CPU calls none. The decorator alone imports torch's compiler, which takes as long
+    as all else that an export imports.
+    """
+    compile_now = torch.compile
+
+    def compile_later(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+        if function is None:
+            return functools.partial(compile_later, **options)
+        compiled = functools.cache(lambda: compile_now(function, **options))
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            run = function if torch.compiler.is_compiling() else compiled()
+            return run(*args, **kwargs)
+
+        return call
+
+    torch.compile = compile_later  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile_now
+
+
+with warnings.catch_warnings(), _compiled_when_called():
     for _message in (
         r"(Transformer Engine and )?Apex (is|are) not installed",
         r"`torch\.jit\.script(_method)?` is deprecated",
@@ -24,7 +57,7 @@ with warnings.catch_warnings():
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException
     from megatron.core.dist_checkpointing.core import save_config as save_checkpoint_config
-    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
     from megatron.core.dist_checkpointing.strategies.torch import (
         MCoreSavePlanner,
@@ -141,6 +174,7 @@ __all__ = [
     "SequentialMLP",
     "ShardedObject",
     "ShardedTensor",
+    "ShardedTensorFactory",
     "StrictHandling",
     "TransformerBlockSubmodules",
     "TransformerConfig",

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -39,6 +37,7 @@ from services.learner.megatron.mcore import (
 )
 from services.learner.megatron.spec import Parts, block_spec, parts_for
 from services.learner.megatron.vocab import PolicyModel
+from services.learner.world import group_timeout_s, join
 
 
 @dataclass(frozen=True)
@@ -101,11 +100,12 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def init_world(config: LearnerConfig, arch: Architecture, device: torch.device, *, seed: int) -> Ranks:
-    """Joins the torchrun world (or makes a world of one) and cuts it into Megatron's groups. Again is a check, not a new world.
+    """Joins the learner's world (or makes a world of one) and cuts it into Megatron's groups. Again is a check, not a new world.
 
     Raises:
         ConfigError: the layout doesn't fit the world or the model; lists all that is wrong.
         InvariantError: this process already has a world of another layout.
+        WaitTimeout: the other ranks don't come.
     """
     parallel = config.parallel
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -115,9 +115,9 @@ def init_world(config: LearnerConfig, arch: Architecture, device: torch.device, 
         torch.cuda.set_device(device)
     else:
         device_map.install()
-    timeout = timedelta(seconds=config.wait_timeout_s)
+    backend = "nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
-        _join(device, timeout)
+        join(backend, timeout_s=config.wait_timeout_s)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
@@ -126,7 +126,7 @@ def init_world(config: LearnerConfig, arch: Architecture, device: torch.device, 
             context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
             expert_tensor_parallel_size=parallel.expert_tensor_size,
-            distributed_timeout_minutes=math.ceil(config.wait_timeout_s / 60),
+            distributed_timeout_minutes=group_timeout_s(backend, config.wait_timeout_s) / 60,
             create_gloo_process_groups=False,
         )
     ranks = current_ranks()
@@ -143,14 +143,6 @@ def init_world(config: LearnerConfig, arch: Architecture, device: torch.device, 
 def _virtual(parallel: ParallelConfig) -> int | None:
     """Megatron's word for the virtual stages: none means no interleaving."""
     return parallel.virtual_stages if parallel.virtual_stages > 1 else None
-
-
-def _join(device: torch.device, timeout: timedelta) -> None:
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
 def leave_layout() -> None:

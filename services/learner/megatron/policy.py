@@ -44,6 +44,7 @@ from services.learner.megatron.routing import take_counts
 from services.learner.megatron.spec import LOCAL, parts_for
 from services.learner.packing import MicroBatch, TrainSample, add_columns, pack, plan_microbatches
 from services.learner.policy import StepStats
+from services.learner.signs import Progress
 from services.learner.token_statistics import MAX_NAMES, NUM_BINS, SUM_NAMES, TokenSums, Totals
 from services.learner.updates import check_samples, learning_rate, plan_updates
 
@@ -57,7 +58,7 @@ class MegatronPolicy:
     """This rank's part of the policy and its optimizer.
 
     ``temperature`` is the engine's: all log-probs and the entropy are of ``softmax(logits / temperature)``, as it samples.
-    ``deterministic`` makes torch refuse operations whose result may differ from run to run.
+    ``deterministic`` makes torch refuse operations whose result may differ from run to run. ``progress`` hears what this rank is at.
 
     Raises:
         ConfigError: the model folder or the layout is wrong.
@@ -65,9 +66,17 @@ class MegatronPolicy:
     """
 
     def __init__(
-        self, config: LearnerConfig, model_path: Path | str, *, seed: int, deterministic: bool, temperature: float = 1.0
+        self,
+        config: LearnerConfig,
+        model_path: Path | str,
+        *,
+        seed: int,
+        deterministic: bool,
+        temperature: float = 1.0,
+        progress: Progress | None = None,
     ) -> None:
         self.config, self.temperature, self.seed = config, temperature, seed
+        self.progress = progress or Progress()
         self.optimizer_steps = 0  # done so far; the learning rate counts them
         self.model_path = Path(model_path)
         if config.num_threads is not None:
@@ -189,6 +198,7 @@ class MegatronPolicy:
                 raise TrainingError(f"The loss of step {step} is {totals.sums['loss']}; {so_far}.")
             if check_gap:
                 self._check_gap(totals.gap, step)
+            self.progress.part("the optimizer's step")
             self.memory.need_optimizer()
             norm = gradient_norm(self.optimizer)  # none: float16 overflowed, and this step is skipped
             grad_norm = 0.0 if norm is None else norm
@@ -223,6 +233,7 @@ class MegatronPolicy:
             for batch, logprobs_L in zip(batches, results, strict=self.ranks.is_last_stage):
                 rows = np.concatenate([np.arange(bounds[i], bounds[i + 1]) for i in batch.sample_indices] or [[]])
                 flat[torch.from_numpy(rows.astype(np.int64)).to(self.device)] = logprobs_L[: len(rows)]
+        self.progress.part("the log-probs of all ranks")
         dist.all_reduce(flat)
         return [part.astype(np.float32) for part in np.split(flat.cpu().numpy(), bounds[1:-1])]
 
@@ -307,7 +318,7 @@ class MegatronPolicy:
             multiple = self.ranks.pipeline_size if len(ddps) > 1 else 1
             batches = even_out(batches, multiple, alignment=self.alignment, device=self.device)
             seq_length = len(batches[0].tokens)
-        feeds = [(self._to_device(batch) for batch in batches) for _ in ddps]
+        feeds = [self._feed(batches, "log-probs" if forward_only else "loss") for _ in ddps]
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=feeds if len(feeds) > 1 else feeds[0],
@@ -319,6 +330,11 @@ class MegatronPolicy:
             collect_non_loss_data=forward_only,
         )
         return results[:num_real]
+
+    def _feed(self, batches: Sequence[MicroBatch], what: str) -> Iterator[DeviceBatch]:
+        for number, batch in enumerate(batches, 1):
+            self.progress.part(f"{what} of micro-batch {number} of {len(batches)}")
+            yield self._to_device(batch)
 
     def _forward(self, batches: Iterator[DeviceBatch], model: Any) -> tuple[DeviceBatch, Tensor]:
         batch = next(batches)
@@ -361,6 +377,7 @@ class MegatronPolicy:
             maxima = torch.maximum(maxima, item.maxima)
             if self._counts:
                 sums += item.sums
+        self.progress.part("the sums over all ranks")
         dist.all_reduce(sums)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         return Totals.of(sums.tolist(), maxima.tolist())

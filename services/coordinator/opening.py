@@ -1,0 +1,45 @@
+"""What a coordinator needs before it can serve. Everything that can be wrong with it is found here, and before anything is changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.errors import ConfigError
+from protocol.config import RunConfig
+from protocol.router import CoordinatorSocket, is_loopback
+from protocol.tasks import Task, fingerprint, load_tasks
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.journal import Journal
+
+
+def open_parts(run: RunConfig, config: CoordinatorConfig) -> tuple[list[Task], CoordinatorSocket, Journal]:
+    """The tasks, the bound socket and the open journal of a run.
+
+    Raises:
+        ConfigError: tasks, address or journal can't be used; nothing is left open.
+    """
+    bind = config.bind or run.address
+    keys = run.read_keys()
+    if keys is None and not is_loopback(bind) and not config.insecure:
+        raise ConfigError(
+            f"coordinator.bind {bind} can be reached from other machines, and nothing is encrypted or authenticated. Make keys "
+            "(forebay keys FILE) and name them in run.key_file on every machine, listen on a loopback address, or say "
+            "coordinator.insecure = true if the network is yours alone."
+        )
+    tasks = load_tasks(config.tasks)
+    socket = CoordinatorSocket(bind, run.id, keys=keys)
+    fixed = {
+        "run.seed": run.seed,
+        "run.routing_replay": run.routing_replay,
+        **{
+            f"coordinator.{key}": getattr(config, key)
+            for key in ("group_size", "groups_per_step", "shuffle", "max_epochs")
+        },
+        "coordinator.tasks (their content)": fingerprint(tasks),
+    }
+    try:
+        path = Path(run.run_dir) / "journal.sqlite"
+        return tasks, socket, Journal(path, run_id=run.id, fixed=fixed, disk_timeout_s=config.disk_timeout_s)
+    except ConfigError:
+        socket.close()
+        raise
