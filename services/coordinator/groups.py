@@ -13,8 +13,8 @@ from protocol.messages import SampleResult
 from protocol.verdicts import JudgeResult
 from protocol.versions import Segment
 
-ROUTE_DTYPES = ("uint8", "uint16")
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+ROUTE_DTYPES = ("uint8", "uint16")
 
 
 class GroupStatus(StrEnum):

@@ -94,12 +94,12 @@ def row_of(record: Record) -> tuple[Any, ...]:
 
 
 def _sample_row(group_id: int, sample: Sample) -> tuple[Any, ...]:
-    arrays = array_parts(sample.arrays)
+    parts = array_parts(sample.arrays)
     checksum = 0
     for (
-        array
-    ) in arrays:  # one by one: zlib lets go of the interpreter for what is over 5 KiB, and getting it back takes longer
-        checksum = zlib.crc32(array, checksum)
+        part
+    ) in parts:  # one by one: zlib lets go of the interpreter for what is over 5 KiB, and getting it back takes longer
+        checksum = zlib.crc32(part, checksum)
     segments = ", ".join([f"[{segment.version}, {segment.num_tokens}]" for segment in sample.segments])
     num_prompt = int(sample.arrays["prompt_ids"].size)
     return (
@@ -109,7 +109,7 @@ def _sample_row(group_id: int, sample: Sample) -> tuple[Any, ...]:
         sample.finish_reason,
         f"[{segments}]",
         num_prompt,
-        b"".join(arrays),
+        b"".join(parts),
         checksum,
     )
 

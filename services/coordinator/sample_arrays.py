@@ -16,7 +16,7 @@ _ROUTE_DTYPES = {1: "|u1", 2: "<u2"}
 
 
 def array_parts(arrays: Mapping[str, Array]) -> list[Array | bytes]:
-    """``arrays`` as in ``messages.SampleResult``; one after the other they are the blob."""
+    """What the blob of ``arrays`` (as in ``messages.SampleResult``) is, one after the other."""
     parts: list[Array | bytes] = [arrays[name] for name in NAMES]
     if (routes := arrays.get("routes")) is not None:
         parts += [_ROUTES.pack(*routes.shape[1:], routes.itemsize), routes]
