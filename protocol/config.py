@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from protocol.security import Keys
 
 
+WILDCARDS = ("0.0.0.0", "*", "[::]", "::")  # all addresses of a machine: fit to listen on, and not to connect to
+
+
 def check_address(value: str) -> str:
     """``value``, which names a ZeroMQ endpoint.
 
@@ -50,7 +53,7 @@ class RunConfig(StrictModel):
     @field_validator("address")
     @classmethod
     def _an_address(cls, value: str) -> str:
-        if "://0.0.0.0:" in value or "://*:" in value:
+        if value.removeprefix("tcp://").rpartition(":")[0] in WILDCARDS:
             raise ValueError("is where nodes connect to, so it must name a host; what to listen on is coordinator.bind")
         return check_address(value)
 

@@ -187,7 +187,7 @@ class GenerateLease(Message):
     prompt: str
     sample_indices: list[int]
     sampling: Sampling
-    seed: int
+    seed: int  # of the group, the same in each of its leases; for engines that sample each completion from a generator of its own
     timeout_s: float
 
 
@@ -220,7 +220,7 @@ class LeaseFailed(Message):
 
 
 class CancelLease(Message):
-    """Coordinator -> node: stop working on the lease; answer with ``LeaseCancelled``."""
+    """Coordinator -> node: stop working on the lease; answer with ``LeaseCancelled``, or with the verdict if it is being made."""
 
     kind: ClassVar[str] = "cancel_lease"
 

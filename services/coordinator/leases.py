@@ -107,7 +107,8 @@ class LeaseDesk:
             kind = "generate" if lease.sample_index is None else "score"
             error = f"not done within coordinator.{kind}_timeout_s on {lease.node_id}"
             log.warning("lease_expired", group=lease.group_id, sample=lease.sample_index, node=lease.node_id)
-            if node := self._members.nodes.get(lease.node_id):
+            node = self._members.nodes.get(lease.node_id)
+            if node is not None and lease.sample_index is None:  # a late verdict is as good as another
                 self._reply(node.identity, m.CancelLease(lease_id=lease.lease_id, reason=error))
             self.failed(lease, error)
 
@@ -314,9 +315,8 @@ class LeaseDesk:
     def failed(self, lease: Lease, error: str, *, permanent: bool = False) -> None:
         """A lease that its node could not do, or not in time: an attempt is counted."""
         if lease.sample_index is None:
-            if self._pool.generation_failed(lease.group_id, error, permanent=permanent, node_id=lease.node_id):
-                self._again(lease.group_id)
-            return
+            again = self._pool.generation_failed(lease.group_id, error, permanent=permanent, node_id=lease.node_id)
+            return self._after_generation(lease.group_id, again=again)
         result = m.JudgeResult(verdict=Verdict.INFRA_ERROR, message=error)
         self._score(lease.group_id, lease.sample_index, result, lease.node_id)
         self._release_twins(lease)
@@ -325,12 +325,23 @@ class LeaseDesk:
         """Leases of a node that gave them back; or that ``died``, which may be what they did to it."""
         for lease in reversed(leases):
             if lease.sample_index is None:
-                if self._pool.generation_interrupted(lease.group_id, died=died):
-                    self._again(lease.group_id)
+                again = self._pool.generation_interrupted(lease.group_id, died=died)
+                self._after_generation(lease.group_id, again=again)
                 continue
             if self._pool.scoring_interrupted(lease.group_id, lease.sample_index, died=died):
                 self._to_score.appendleft((lease.group_id, lease.sample_index))
             self._release_twins(lease)
+
+    def _after_generation(self, group_id: int, *, again: bool) -> None:
+        """A generate lease ended without its samples: the group is generated again; or it is out, and nobody needs to work on it any more."""
+        if again:
+            self._again(group_id)
+        elif group_id not in self._pool.groups:
+            for lease in [lease for lease in self._members.leases.values() if lease.group_id == group_id]:
+                self._members.end_lease(lease.lease_id)
+                self._twins.end(lease.lease_id)
+                cancel = m.CancelLease(lease_id=lease.lease_id, reason=f"group {group_id} is given up")
+                self._reply(self._members.nodes[lease.node_id].identity, cancel)
 
     def _again(self, group_id: int) -> None:
         self._to_generate = {group_id: None, **self._to_generate}  # it is older than what waits

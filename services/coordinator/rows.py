@@ -95,7 +95,12 @@ def row_of(record: Record) -> tuple[Any, ...]:
 
 
 def _sample_row(group_id: int, sample: Sample) -> tuple[Any, ...]:
-    arrays = b"".join([sample.arrays[name] for name in ("prompt_ids", "completion_ids", "logprobs")])
+    arrays = [sample.arrays[name] for name in ("prompt_ids", "completion_ids", "logprobs")]
+    checksum = 0
+    for (
+        array
+    ) in arrays:  # one by one: zlib lets go of the interpreter for what is over 5 KiB, and getting it back takes longer
+        checksum = zlib.crc32(array, checksum)
     segments = ", ".join([f"[{segment.version}, {segment.num_tokens}]" for segment in sample.segments])
     num_prompt = int(sample.arrays["prompt_ids"].size)
     return (
@@ -105,8 +110,8 @@ def _sample_row(group_id: int, sample: Sample) -> tuple[Any, ...]:
         sample.finish_reason,
         f"[{segments}]",
         num_prompt,
-        arrays,
-        zlib.crc32(arrays),
+        b"".join(arrays),
+        checksum,
     )
 
 

@@ -46,15 +46,11 @@ def make_train_batch(
     ``max_completion_tokens`` is needed with ``objective.overlong_buffer``, ``reference_logprobs`` with a KL in the reward.
 
     Raises:
-        TrainingError: a reward that is not finite; names the sample.
+        TrainingError: a reward that is not finite, as it came or with its KL; names the sample.
     """
     samples = _samples(batch, arrays)
     rewards = np.asarray([sample.reward for sample in batch.samples], dtype=np.float64)
-    if not np.isfinite(rewards).all():
-        worst = int(np.flatnonzero(~np.isfinite(rewards))[0])
-        raise TrainingError(
-            f"Step {batch.step}: {samples[worst].name} has the reward {rewards[worst]}. Nothing was updated."
-        )
+    _require_finite(rewards, samples, batch.step, "the reward")
     metrics = {}
     if objective.overlong_buffer:
         lengths = np.asarray([sample.num_completion_tokens for sample in batch.samples])
@@ -69,9 +65,16 @@ def make_train_batch(
             float(kl_values(sample.logprobs - reference, objective.kl_kind).sum(dtype=np.float64))
             for sample, reference in zip(samples, reference_logprobs(samples), strict=True)
         ]
+        _require_finite(np.asarray(kl), samples, batch.step, f"the KL to the start model ({objective.kl_kind})")
         rewards = rewards - objective.kl_coef * np.asarray(kl)
         metrics["batch/kl_reference"] = sum(kl) / max(1, sum(len(sample.completion_ids) for sample in samples))
     return _with_advantages(batch, samples, rewards, objective, metrics)
+
+
+def _require_finite(values: NDArray[np.float64], samples: Sequence[TrainSample], step: int, what: str) -> None:
+    """Before anything is left out: a group with a NaN would else pass for one without signal."""
+    if (bad := np.flatnonzero(~np.isfinite(values))).size:
+        raise TrainingError(f"Step {step}: {samples[bad[0]].name} has {what} {values[bad[0]]}. Nothing was updated.")
 
 
 def to_train_samples(batch: Batch, arrays: dict[str, Any], objective: ObjectiveConfig) -> list[TrainSample]:

@@ -54,6 +54,8 @@ class Engine(Protocol):
     ) -> AsyncIterator[Completion]:
         """Completions of one prompt, each when it is finished. Closing the iterator aborts the rest.
 
+        An engine that can, and is told to, makes sample ``i`` of ``seed`` and ``i`` alone, so that it is the same one when it is made again.
+
         Raises:
             PromptTooLong: before anything is generated.
             EngineDied: at any time.

@@ -139,20 +139,12 @@ class VllmEngine:
     async def generate(
         self, prompt: str, sample_indices: Sequence[int], sampling: Sampling, seed: int
     ) -> AsyncIterator[Completion]:
-        """See ``Engine.generate``. vLLM samples from one generator per engine; ``seed`` is not used (it would cost a
-        generator for each sequence)."""
+        """See ``Engine.generate``. ``seed`` is used with ``rollout.seeded_sampling`` only; else one generator serves the engine."""
         prompt_ids = self.render(prompt)
         if len(prompt_ids) > self.run.max_prompt_tokens:
             raise PromptTooLong(f"{len(prompt_ids)} tokens, run.max_prompt_tokens is {self.run.max_prompt_tokens}")
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=1.0,
-            top_k=0,
-            max_tokens=sampling.max_tokens,
-            logprobs=0,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        tasks = [asyncio.create_task(self._one(prompt_ids, index, params)) for index in sample_indices]
+        params = [self._params(sampling, seed + index) for index in sample_indices]
+        tasks = [asyncio.create_task(self._one(prompt_ids, *each)) for each in zip(sample_indices, params, strict=True)]
         try:
             for next_done in asyncio.as_completed(tasks):
                 yield await next_done
@@ -160,6 +152,17 @@ class VllmEngine:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _params(self, sampling: Sampling, seed: int) -> SamplingParams:
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=1.0,
+            top_k=0,
+            max_tokens=sampling.max_tokens,
+            seed=seed if self.config.seeded_sampling else None,
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
 
     async def _one(self, prompt_ids: list[int], sample_index: int, params: SamplingParams) -> Completion:
         final: RequestOutput | None = None

@@ -54,7 +54,7 @@ report() {{
 """
 
 
-def run_script(tmp_path: Path, body: str, *args: str, timeout_s: float = 200.0) -> tuple[dict[str, list[str]], Path]:
+def run_script(tmp_path: Path, body: str, *args: str, timeout_s: float = 400.0) -> tuple[dict[str, list[str]], Path]:
     """Install the units, run ``body``: what systemd says of each unit (state, result, exit status, restarts), and the box's folder."""
     require_systemd_box()
     if not FOREBAY.exists():

@@ -41,6 +41,8 @@ def test_all_problems_are_listed_at_once():
     [
         ("coordinator.bypass_window=99", "no step could ever be filled"),
         ("run.address=tcp://0.0.0.0:5710", "coordinator.bind"),
+        ("run.address=tcp://[::]:5710", "coordinator.bind"),
+        ("learner.host=0.0.0.0", "must name an address of this machine"),
         ("coordinator.node_timeout_s=1", "one late beat kills a node"),
         ("coordinator.max_steps=nan", "max_steps"),
     ],

@@ -32,8 +32,8 @@ class Desk:
         )
         self.seq = 0
 
-    def join(self, role, name, life=1, capacity=2):
-        hello = m.Hello(role=role, node_id=name, host="h", pid=life, capacity=capacity, holds=m.VersionTag(version=0))
+    def join(self, role, name, life=1, capacity=2, host="h"):
+        hello = m.Hello(role=role, node_id=name, host=host, pid=life, capacity=capacity, holds=m.VersionTag(version=0))
         return self.say(f"{name}#{life}", hello if role == "rollout" else hello.model_copy(update={"holds": None}))
 
     def say(self, identity, message, **arrays):
@@ -404,3 +404,28 @@ def test_a_node_that_just_failed_is_not_asked_again_at_once(trio, monkeypatch):
     assert not trio.coordinator.updates.wanted(trio.coordinator.pool.version)
     clock[0] += 6
     assert trio.coordinator.updates.wanted(trio.coordinator.pool.version)
+
+
+def test_judgements_of_a_group_that_is_given_up_are_withdrawn(desk):
+    (_, lease), (_, other) = of(m.GenerateLease, desk.join("rollout", "gen"))
+    desk.join("reward", "judge", capacity=2)
+    [(_, score)] = of(m.ScoreLease, desk.sample("gen#1", lease, 0))
+    [(_, unrelated)] = of(m.ScoreLease, desk.sample("gen#1", other, 0))
+    sent = desk.say("gen#1", m.LeaseFailed(lease_id=lease.lease_id, error="boom", permanent=True))
+    assert [(to, cancel.lease_id) for to, cancel in of(m.CancelLease, sent)] == [("judge#1", score.lease_id)]
+    assert desk.coordinator.members.nodes["judge"].lease_ids == {unrelated.lease_id}
+    sent = desk.say("judge#1", m.LeaseCancelled(lease_id=score.lease_id, reason="withdrawn"))
+    assert [ack.accepted for _, ack in of(m.Ack, sent)] == [True]
+
+
+@pytest.mark.parametrize("store", ["127.0.0.1:9", "localhost:9", "[::1]:9"])
+def test_weights_that_are_offered_where_another_machine_can_not_reach_them_are_refused_with_the_remedy(trio, store):
+    assert of(m.SyncPlan, trio.say("learner#1", m.SyncRequest(tag=V1, stores=[store]))), "all are on one machine"
+    trio.join("rollout", "far", host="elsewhere")
+    [(to, refused)] = of(m.Refused, trio.say("learner#1", m.SyncRequest(tag=V1, stores=["10.0.0.1:9", store])))
+    assert to == "learner#1"
+    assert (
+        f"offers its weights at {store}, which rollout nodes on elsewhere can't reach. Set learner.host"
+        in refused.reason
+    )
+    assert of(m.SyncPlan, trio.say("learner#1", m.SyncRequest(tag=V1, stores=["10.0.0.1:9"])))

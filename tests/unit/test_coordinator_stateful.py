@@ -372,10 +372,6 @@ class CoordinatorMachine(RuleBasedStateMachine):
 CoordinatorMachine.TestCase.settings = settings(
     max_examples=SEARCH or 200,
     stateful_step_count=50,
-    deadline=None,
-    print_blob=True,
-    derandomize=not SEARCH,
-    database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 test_the_run_goes_on_and_adds_up_whatever_happens = CoordinatorMachine.TestCase

@@ -292,3 +292,9 @@ async def test_an_unknown_record_is_no_silent_loss(tmp_path):
     with pytest.raises(InvariantError, match="no such kind"):
         await journal.submit([Record("no such kind", (1,))])
     journal.close()
+
+
+def test_a_folder_that_can_not_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/file/run can't be written: Not a directory.*run\.dir"):
+        Journal(tmp_path / "file" / "run" / "journal.sqlite", run_id="r")

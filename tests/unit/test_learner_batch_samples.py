@@ -124,3 +124,12 @@ def test_a_reward_that_is_not_finite_is_refused_and_its_sample_named() -> None:
     batch, arrays = make_batch([[(1.0, 2, False), (float("nan"), 2, False)]])
     with pytest.raises(TrainingError, match=r"Step 3: sample 1 of group 10 has the reward nan. Nothing was updated"):
         to_train_samples(batch, arrays, ObjectiveConfig())
+
+
+def test_a_log_prob_that_is_not_finite_is_no_missing_signal() -> None:
+    batch, arrays = make_batch([[(1.0, 2, False), (0.0, 2, False)], [(1.0, 2, False), (0.0, 2, False)]])
+    arrays["logprobs"][2] = np.nan
+    objective = ObjectiveConfig(kl_coef=0.1, kl_in="reward")
+    reference = lambda samples: [np.full(2, -1.0, np.float32) for _ in samples]  # noqa: E731
+    with pytest.raises(TrainingError, match=r"Step 3: sample 1 of group 10 has the KL to the start model \(k3\) nan"):
+        make_train_batch(batch, arrays, objective, reference_logprobs=reference)

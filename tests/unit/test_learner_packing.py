@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
@@ -69,7 +69,6 @@ def cost(samples: list[TrainSample], pieces: list[Piece]) -> float:
     )
 
 
-@settings(deadline=None)
 @given(
     samples=groups(),
     max_tokens=st.integers(72, 200),
@@ -107,7 +106,6 @@ def test_every_sample_is_in_exactly_one_piece_within_the_budget(
                 assert len(piece.indices) == 1
 
 
-@settings(deadline=None)
 @given(samples=groups(), num_ranks=st.integers(1, 5), max_tokens=st.integers(72, 200))
 def test_sharing_never_makes_the_slowest_rank_dearer(samples, num_ranks, max_tokens) -> None:
     shared, alone = (
@@ -122,7 +120,6 @@ def test_sharing_never_makes_the_slowest_rank_dearer(samples, num_ranks, max_tok
     assert shared <= alone + 1e-6
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 64), min_size=1, max_size=60),
     num_ranks=st.integers(1, 5),
@@ -138,7 +135,6 @@ def test_ranks_differ_by_no_more_than_one_sequence_where_the_budget_is_no_obstac
     assert max(loads) - min(loads) <= sequence_cost(max(lengths), hidden_size=HIDDEN) + 1e-6
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 64), min_size=1, max_size=60),
     num_ranks=st.integers(1, 4),
@@ -152,7 +148,6 @@ def test_ranks_differ_by_no_more_than_the_dearest_micro_batch_under_any_budget(l
     assert max(loads) - min(loads) <= max(load for rank in batches for load in rank) + 1e-6
 
 
-@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 64), min_size=1, max_size=60), max_tokens=st.integers(72, 200))
 def test_the_number_of_micro_batches_is_near_the_least_possible(lengths, max_tokens) -> None:
     (plan,) = plan_microbatches(of_lengths(lengths), max_tokens=max_tokens, num_ranks=1, hidden_size=HIDDEN)

@@ -7,7 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import TrainingError
@@ -33,7 +33,6 @@ def make_samples(groups: list[int]) -> list[TrainSample]:
     return made
 
 
-@settings(deadline=None)
 @given(
     groups=st.lists(st.integers(1, 6), min_size=1, max_size=8),
     minibatches=st.integers(1, 10),
@@ -52,7 +51,6 @@ def test_each_epoch_has_each_sample_once(groups, minibatches, epochs, seed) -> N
     assert updates == plan_updates(samples, minibatches=minibatches, epochs=epochs, seed=(seed, 1))
 
 
-@settings(deadline=None)
 @given(groups=st.lists(st.integers(1, 6), min_size=3, max_size=8), minibatches=st.integers(2, 3))
 def test_samples_of_one_prompt_stay_together_where_there_are_enough_prompts(groups, minibatches) -> None:
     samples = make_samples(groups)
