@@ -41,6 +41,7 @@ def test_ranks_of_an_earlier_phase_are_behind_and_of_them_those_that_work() -> N
 def test_nobody_is_behind_where_all_work_or_all_sit_in_the_same_phase() -> None:
     assert late(sign(0), sign(1)) == []
     assert late(sign(0, collective=False), sign(1, collective=False)) == []
+    assert late() == [], "before rank 0 has looked"
 
 
 def test_a_word_names_the_ranks_and_what_they_are_at_and_travels() -> None:
