@@ -1,12 +1,14 @@
 """The coordinator's throughput: real messages over loopback TCP, real journal, one core for it and one for everybody else.
 
-    python -m bench.coordinator [--seconds 10] [--rounds 5] [--samples N]
+    python -m bench.coordinator [--seconds 10] [--rounds 5] [--samples N] [--against TREE] [--only-first]
 
 A load process speaks the wire protocol as up to 16 rollout nodes, as many reward nodes and a learner: generate lease -> sample results with token
 ids and log-probs -> score leases -> verdicts -> batch -> commit. It prepares its frames once, so that one core of it keeps up. Printed:
 samples a second, the coordinator's own CPU time for a sample, and two latencies: from sending a result to its acknowledgement (it is
 durable then), and from a result to the score lease that it causes. ``--samples`` runs on until so many samples are trained, and prints
-the coordinator's memory and its journal's size on the way. Linux only (affinity, /proc).
+the coordinator's memory and its journal's size on the way. ``--against`` measures the coordinator of another working tree of this project,
+too, in turn with this one's, and prints the ratios of the medians: on a machine that others use nothing else says much. Linux only
+(affinity, /proc).
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ GROUPS_PER_STEP = 64
 NUM_NODES = 16  # of rollout, and of reward
 BEAT_S = 1.0
 CHECKPOINT_STEPS = 20  # of the learner: samples of older steps leave the journal
+HERE = Path(__file__).resolve().parents[1]
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -226,8 +229,8 @@ class Round:
     lease: tuple[float, float]
 
 
-def coordinator(folder: Path, port: int, *extra: str) -> subprocess.Popen[bytes]:
-    """A coordinator process on the first core."""
+def coordinator(folder: Path, port: int, tree: Path = HERE) -> subprocess.Popen[bytes]:
+    """A coordinator process of the code in ``tree``, on the first core."""
     suite = {"kind": "asserts", "entry_point": "f", "code": "assert f(3) == 3"}
     tasks = [{"task_id": f"t{i}", "prompt": "Write f(x). " * 20, "tests": suite} for i in range(500)]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
@@ -241,7 +244,7 @@ def coordinator(folder: Path, port: int, *extra: str) -> subprocess.Popen[bytes]
     (folder / "config.json").write_text(json.dumps(config))
     argv = [sys.executable, "-m", "services.coordinator", "--config", str(folder / "config.json")]
     log = (folder / "log").open("wb")
-    process = subprocess.Popen([*argv, *extra], stdout=log, stderr=log)
+    process = subprocess.Popen(argv, stdout=log, stderr=log, cwd=tree)
     os.sched_setaffinity(process.pid, {0})
     return process
 
@@ -257,10 +260,12 @@ def rss_mib(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def measure(port: int, *, num_tokens: int, capacity: int, seconds: float, num_nodes: int = NUM_NODES) -> Round:
+def measure(
+    port: int, *, num_tokens: int, capacity: int, seconds: float, num_nodes: int = NUM_NODES, tree: Path = HERE
+) -> Round:
     """One coordinator, warmed up for two seconds, then measured."""
     with tempfile.TemporaryDirectory(prefix="forebay-bench-") as name:
-        process = coordinator(Path(name), port)
+        process = coordinator(Path(name), port, tree)
         try:
             load = Load(f"tcp://127.0.0.1:{port}", num_tokens=num_tokens, capacity=capacity, num_nodes=num_nodes)
             load.run(samples=1)
@@ -297,6 +302,31 @@ def table(rows: list[tuple[str, list[Round]]]) -> Iterator[str]:
         )
 
 
+KINDS = [("1,000 tokens", 1000, 16, 16), ("1,000 tokens", 1000, 8, 1), ("1,000 tokens", 1000, 1, 1), ("10,000 tokens", 10_000, 8, 8)]  # fmt: skip
+Rounds = dict[tuple[str, Path], list[Round]]  # by kind and tree
+
+
+def in_turn(trees: list[Path], kinds: list[tuple[str, int, int, int]], args: argparse.Namespace) -> Rounds:
+    """``args.rounds`` rounds of each kind (name, tokens, nodes of each role, groups of each) with the code of each tree."""
+    rounds: Rounds = {}
+    for index in range(args.rounds):
+        for name, num_tokens, nodes, capacity in kinds:
+            for tree in trees[:: -1 if index % 2 else 1]:
+                how: dict[str, Any] = {"num_tokens": num_tokens, "capacity": capacity, "num_nodes": nodes, "tree": tree}
+                result = measure(args.port + index % 50, seconds=args.seconds, **how)
+                rounds.setdefault((f"{name} | {nodes * capacity} groups", tree), []).append(result)
+    return rounds
+
+
+def ratios(rounds: Rounds, trees: list[Path]) -> Iterator[str]:
+    """What the first tree reaches of the second: medians over medians."""
+    for name in dict.fromkeys(name for name, _ in rounds):
+        first, second = [rounds[name, tree] for tree in trees]
+        rate = median(r.rate for r in first) / median(r.rate for r in second)
+        cpu = median(r.cpu_s for r in first) / median(r.cpu_s for r in second)
+        yield f"{name}: {rate:.2f} times the samples a second, {cpu:.2f} times the processor time for one"
+
+
 def endure(port: int, num_samples: int) -> None:
     """Memory and disk over a long run."""
     with tempfile.TemporaryDirectory(prefix="forebay-bench-") as name:
@@ -327,6 +357,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--samples", type=int, default=0, help="instead: one long run with memory and disk")
+    parser.add_argument("--against", type=Path, help="another working tree, measured in turn")
+    parser.add_argument(
+        "--only-first", action="store_true", help="1,000 tokens with 256 groups in flight, and nothing else"
+    )
     parser.add_argument("--port", type=int, default=5790)
     args = parser.parse_args()
     os.sched_setaffinity(0, {1 % (os.cpu_count() or 1)})
@@ -335,18 +369,13 @@ def main() -> None:
     )
     if args.samples:
         return endure(args.port, args.samples)
-    kinds = [("1,000 tokens", 1000, 16, 16), ("1,000 tokens", 1000, 8, 1), ("1,000 tokens", 1000, 1, 1), ("10,000 tokens", 10_000, 8, 8)]  # fmt: skip
-    kinds = [
-        (f"{name} | {nodes * capacity} groups", tokens, nodes, capacity) for name, tokens, nodes, capacity in kinds
-    ]
-    rounds: dict[str, list[Round]] = {name: [] for name, *_ in kinds}
-    for index in range(args.rounds):
-        for name, num_tokens, nodes, capacity in kinds:
-            port = args.port + index % 50
-            rounds[name].append(
-                measure(port, num_tokens=num_tokens, capacity=capacity, seconds=args.seconds, num_nodes=nodes)
-            )
-    print("\n".join(table([*rounds.items()])))
+    trees = [HERE, args.against.resolve()] if args.against else [HERE]
+    rounds = in_turn(trees, KINDS[: 1 if args.only_first else None], args)
+    for tree in trees:
+        print(f"{tree.name}:\n\n" if args.against else "", end="")
+        print("\n".join(table([(name, done) for (name, its_tree), done in rounds.items() if its_tree == tree])), "\n")
+    if args.against:
+        print("\n".join(ratios(rounds, trees)))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from protocol.security import Keys
 
 
+WILDCARDS = ("0.0.0.0", "*", "[::]", "::")  # all addresses of a machine: fit to listen on, and not to connect to
+
+
 def check_address(value: str) -> str:
     """``value``, which names a ZeroMQ endpoint.
 
@@ -40,6 +43,8 @@ class RunConfig(StrictModel):
     max_prompt_tokens: int = Field(default=512, gt=0)
     max_completion_tokens: int = Field(default=512, gt=0)
     temperature: float = Field(default=1.0, gt=0)
+    # Mixture of experts: engines tell which experts they chose, the trainer chooses the same. See services/learner/README.md.
+    routing_replay: bool = False
     join_timeout_s: float = Field(default=120.0, gt=0)  # how long a node waits for the coordinator
     sync_timeout_s: float = Field(default=120.0, gt=0)  # one weight update, from the plan to the last acknowledgement
     idle_timeout_s: float = Field(default=7200.0, gt=0)  # a node without work, while the coordinator lives
@@ -50,7 +55,7 @@ class RunConfig(StrictModel):
     @field_validator("address")
     @classmethod
     def _an_address(cls, value: str) -> str:
-        if "://0.0.0.0:" in value or "://*:" in value:
+        if value.removeprefix("tcp://").rpartition(":")[0] in WILDCARDS:
             raise ValueError("is where nodes connect to, so it must name a host; what to listen on is coordinator.bind")
         return check_address(value)
 

@@ -35,7 +35,8 @@ def make_batch(
         for group, sample in chosen
         if sample.result is not None
     ]
-    arrays = {name: np.concatenate([sample.arrays[name] for _, sample in chosen]) for name in _ARRAYS}
+    names = [*_ARRAYS, *(["routes"] if chosen and "routes" in chosen[0][1].arrays else [])]
+    arrays = {name: np.concatenate([sample.arrays[name] for _, sample in chosen]) for name in names}
     return Batch(step=step, samples=samples, replay=replay, publish=publish), arrays
 
 
@@ -60,15 +61,16 @@ def batch_ages(groups: Sequence[Group], version: int, *, max_staleness: int) -> 
 
 def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     """What a step is made of: rewards, share of groups without signal, lengths (tokens), staleness (versions)."""
-    samples = [sample for group in groups for sample in group.judged()]
+    judged = [group.judged() for group in groups]
+    rewards = [[s.result.reward or 0.0 for s in group if s.result is not None] for group in judged]
+    samples = [sample for group in judged for sample in group]
     ages = [staleness(sample.segments, version) for sample in samples]
-    rewards = [reward for group in groups for reward in group.rewards()]
     return {
-        "reward/mean": fmean(rewards),
-        "reward/no_signal_groups": fmean(len(set(group.rewards())) == 1 for group in groups),
-        "completion/tokens_mean": fmean(sample.num_tokens for sample in samples),
-        "completion/truncated": fmean(sample.finish_reason == "length" for sample in samples),
-        "completion/mixed_versions": fmean(len(sample.segments) > 1 for sample in samples),
+        "reward/mean": fmean([reward for group in rewards for reward in group]),
+        "reward/no_signal_groups": fmean([len(set(group)) == 1 for group in rewards]),
+        "completion/tokens_mean": fmean([sample.num_tokens for sample in samples]),
+        "completion/truncated": fmean([sample.finish_reason == "length" for sample in samples]),
+        "completion/mixed_versions": fmean([len(sample.segments) > 1 for sample in samples]),
         "staleness/mean": fmean(ages),
         "staleness/max": float(max(ages)),
         "batch/samples": float(len(samples)),

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import structlog
 
 from protocol import messages as m
-from protocol.codec import Received
+from protocol.codec import Array, Received
 from protocol.config import RunConfig
 from protocol.suites import TestSuite
 from protocol.tasks import Task
@@ -56,6 +57,7 @@ class LeaseDesk:
         self.verdicts: Counter[str] = Counter()
         self.num_copied = 0  # verdicts that came from a twin
         self._twins = Twins()
+        self._routes_kind: tuple[Any, ...] | None = None  # dtype, layers and experts per token of all routes of the run
         self._suites: dict[str, TestSuite] = {}  # by name: those that a lease has named
         self._to_generate: dict[int, None] = {}
         self._to_score: deque[tuple[int, int]] = deque()
@@ -107,7 +109,8 @@ class LeaseDesk:
             kind = "generate" if lease.sample_index is None else "score"
             error = f"not done within coordinator.{kind}_timeout_s on {lease.node_id}"
             log.warning("lease_expired", group=lease.group_id, sample=lease.sample_index, node=lease.node_id)
-            if node := self._members.nodes.get(lease.node_id):
+            node = self._members.nodes.get(lease.node_id)
+            if node is not None and lease.sample_index is None:  # a late verdict is as good as another
                 self._reply(node.identity, m.CancelLease(lease_id=lease.lease_id, reason=error))
             self.failed(lease, error)
 
@@ -120,12 +123,14 @@ class LeaseDesk:
             self._counts.duplicate(node, num_tokens)
             self._end_if_complete(message)
             return self._reply(node.identity, ACK, received.seq)
-        if reason := sample_problem(message, received.arrays) or self._version_problem(message):
+        if reason := self._sample_problem(message, received.arrays):
             self._counts.thrown_away(node, num_tokens)
             log.warning("sample_refused", node=node.node_id, group=message.group_id, reason=reason)
             if lease := self._members.end_lease(message.lease_id):
                 self.failed(lease, reason)
             return self._reply(node.identity, m.Ack(accepted=False, reason=reason), received.seq)
+        if (routes := received.arrays.get("routes")) is not None:
+            self._routes_kind = (routes.dtype.name, *routes.shape[1:])
         accepted = self._pool.add_sample(
             message.group_id,
             message.sample_index,
@@ -150,6 +155,16 @@ class LeaseDesk:
             self._counts.repeated(node, int(received.arrays["completion_ids"].size))
         elif isinstance(message, m.LeaseFailed | m.LeaseCancelled):
             self._counts.repeated(node, message.num_tokens)
+
+    def _sample_problem(self, message: m.SampleResult, arrays: Mapping[str, Array]) -> str:
+        """Why it can't be trained on, or ''."""
+        if problem := sample_problem(message, arrays, with_routes=self._run.routing_replay):
+            return problem
+        routes = arrays.get("routes")
+        kind = self._routes_kind
+        if routes is not None and kind is not None and kind != (routes.dtype.name, *routes.shape[1:]):
+            return f"routes of {(routes.dtype.name, *routes.shape[1:])}, where those of other samples are of {kind}: another model"
+        return self._version_problem(message)
 
     def _version_problem(self, message: m.SampleResult) -> str:
         """Why tokens of these versions can't be of this group, or ''. Taken in, they would stop the step that trains on them."""
@@ -314,9 +329,8 @@ class LeaseDesk:
     def failed(self, lease: Lease, error: str, *, permanent: bool = False) -> None:
         """A lease that its node could not do, or not in time: an attempt is counted."""
         if lease.sample_index is None:
-            if self._pool.generation_failed(lease.group_id, error, permanent=permanent, node_id=lease.node_id):
-                self._again(lease.group_id)
-            return
+            again = self._pool.generation_failed(lease.group_id, error, permanent=permanent, node_id=lease.node_id)
+            return self._after_generation(lease.group_id, again=again)
         result = m.JudgeResult(verdict=Verdict.INFRA_ERROR, message=error)
         self._score(lease.group_id, lease.sample_index, result, lease.node_id)
         self._release_twins(lease)
@@ -325,12 +339,23 @@ class LeaseDesk:
         """Leases of a node that gave them back; or that ``died``, which may be what they did to it."""
         for lease in reversed(leases):
             if lease.sample_index is None:
-                if self._pool.generation_interrupted(lease.group_id, died=died):
-                    self._again(lease.group_id)
+                again = self._pool.generation_interrupted(lease.group_id, died=died)
+                self._after_generation(lease.group_id, again=again)
                 continue
             if self._pool.scoring_interrupted(lease.group_id, lease.sample_index, died=died):
                 self._to_score.appendleft((lease.group_id, lease.sample_index))
             self._release_twins(lease)
+
+    def _after_generation(self, group_id: int, *, again: bool) -> None:
+        """A generate lease ended without its samples: the group is generated again; or it is out, and nobody needs to work on it any more."""
+        if again:
+            self._again(group_id)
+        elif group_id not in self._pool.groups:
+            for lease in [lease for lease in self._members.leases.values() if lease.group_id == group_id]:
+                self._members.end_lease(lease.lease_id)
+                self._twins.end(lease.lease_id)
+                cancel = m.CancelLease(lease_id=lease.lease_id, reason=f"group {group_id} is given up")
+                self._reply(self._members.nodes[lease.node_id].identity, cancel)
 
     def _again(self, group_id: int) -> None:
         self._to_generate = {group_id: None, **self._to_generate}  # it is older than what waits

@@ -15,6 +15,7 @@ import structlog
 
 from protocol import messages as m
 from protocol.codec import Received
+from protocol.router import is_loopback
 from services.coordinator.membership import Members, Node, Reply, is_current
 from services.coordinator.sync import StandingGroup, SyncRound, plan_round
 
@@ -22,6 +23,19 @@ log = structlog.get_logger()
 
 MAX_FAILED_UPDATES = 2  # of a node in one publication: the first may be another's death, as this one saw it
 UPDATE_AGAIN_S = 5.0  # pause before a node that failed to take weights is tried again between two steps
+
+
+def unreachable(stores: list[str], learner: Node, receivers: list[Node]) -> str:
+    """Why ``receivers`` can't take weights at the learner's ``stores`` (``host:port``), or ''."""
+    elsewhere = sorted({node.host for node in receivers if node.host != learner.host})
+    loopback = [store for store in stores if is_loopback(f"tcp://{store}")]
+    if not elsewhere or not loopback:
+        return ""
+    return (
+        f"The learner on {learner.host} offers its weights at {loopback[0]}, which rollout nodes on {', '.join(elsewhere)} can't reach. Set "
+        "learner.host to an address of its machine that the others use; or run.address, in the learner's config, to one of the coordinator's "
+        "that is no loopback address (coordinator.bind says what to listen on)."
+    )
 
 
 class WeightUpdates:
@@ -82,6 +96,8 @@ class WeightUpdates:
             if not (message.only_fenced and is_current(n, message.tag.version))
             and n.num_failed_updates < MAX_FAILED_UPDATES
         ]
+        if reason := unreachable(message.stores, node, receivers):
+            return self._reply(node.identity, m.Refused(reason=reason, fatal=False), received.seq)
         now = time.monotonic()
         self._round, plan = plan_round(
             next(self._sync_ids), message, receivers, self._standing, now=now, timeout_s=self._timeout_s

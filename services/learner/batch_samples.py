@@ -9,6 +9,7 @@ group: it steers the others' advantages by that, and by nothing else.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,8 +108,12 @@ def _samples(batch: Batch, arrays: dict[str, Any]) -> list[TrainSample]:
     completions = _split(arrays["completion_ids"], [sample.num_completion_tokens for sample in batch.samples])
     logprobs = _split(arrays["logprobs"], [sample.num_completion_tokens for sample in batch.samples])
     names = [f"sample {sample.sample_index} of group {sample.group_id}" for sample in batch.samples]
+    routes = [None] * len(names)
+    if "routes" in arrays:
+        routes = _split(arrays["routes"], [s.num_prompt_tokens + s.num_completion_tokens - 1 for s in batch.samples])
     return [
-        TrainSample(p, c, lp, 0.0, name) for p, c, lp, name in zip(prompts, completions, logprobs, names, strict=True)
+        TrainSample(p, c, lp, 0.0, name, routes=r)
+        for p, c, lp, name, r in zip(prompts, completions, logprobs, names, routes, strict=True)
     ]
 
 
@@ -154,7 +159,7 @@ def _with_advantages(
 
 
 def _replace_advantage(sample: TrainSample, advantage: float) -> TrainSample:
-    return TrainSample(sample.prompt_ids, sample.completion_ids, sample.logprobs, advantage, sample.name)
+    return dataclasses.replace(sample, advantage=advantage)
 
 
 def _split(array: Any, lengths: Sequence[int]) -> list[Any]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from common.config import StrictModel
+from protocol.config import WILDCARDS
 
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"]
 Aggregation = Literal["token", "sequence", "constant"]
@@ -335,3 +336,10 @@ class LearnerConfig(StrictModel):
         default="",
         description="address of this machine for the engines; empty: that of the interface towards the coordinator",
     )
+
+    @field_validator("host")
+    @classmethod
+    def _one_address(cls, value: str) -> str:
+        if value in WILDCARDS:
+            raise ValueError("must name an address of this machine: it is given to the engines, and they connect to it")
+        return value

@@ -1,7 +1,8 @@
 """A reward node's loop: score leases in, verdicts out. Stateless.
 
 consumes:    ScoreLease, CancelLease, Shutdown; a Suite for each one it lacks
-produces:    ScoreResult for each lease, always: a judge's own failure is the verdict ``infra_error``
+produces:    ScoreResult for each lease, always: a judge's own failure is the verdict ``infra_error``; LeaseCancelled for one that was
+             withdrawn before a judge took it up
 waits for:   pushes of the coordinator; suites; the judges, in processes of their own
 unblocked by: the coordinator's leases and answers
 """
@@ -12,6 +13,7 @@ import asyncio
 import contextlib
 import os
 import socket
+from concurrent.futures import Future
 from typing import Any
 
 import structlog
@@ -44,6 +46,7 @@ class RewardNode:
         self.suites = SuiteStore(self._fetch_suite)
         self._leases: dict[str, asyncio.Task[None]] = {}
         self._open: dict[str, m.OpenLease] = {}  # the same, for a coordinator that has restarted
+        self._jobs: dict[str, Future[JudgeResult]] = {}  # of leases that the judges have
         self._num_judged = 0
         self._num_infra_errors = 0
         self._idle = Idle(
@@ -99,8 +102,10 @@ class RewardNode:
                 case m.Shutdown():
                     log.info("shutdown", reason=message.reason)
                     return
-                case m.HeartbeatAck() | m.CancelLease():
-                    pass  # a judgement is short and bounded: finishing it costs less than breaking it off
+                case m.CancelLease():
+                    self._withdraw(message.lease_id)
+                case m.HeartbeatAck():
+                    pass  # a lease that went to others may still be answered first, and then that answer counts
                 case _:
                     log.warning("unexpected_message", kind=message.kind)
 
@@ -113,31 +118,46 @@ class RewardNode:
         self._idle.set(False)
         task.add_done_callback(lambda _: self._end(lease.lease_id))
 
+    def _withdraw(self, lease_id: str) -> None:
+        """Nobody wants the verdict any more. One that is being made is short and bounded: finishing it costs less than breaking it off."""
+        if job := self._jobs.get(lease_id):
+            job.cancel()
+
     def _end(self, lease_id: str) -> None:
         self._leases.pop(lease_id, None)
         self._open.pop(lease_id, None)
+        self._jobs.pop(lease_id, None)
         if not self._leases and self.channel.capacity:  # without capacity it leaves, and waits for nothing
             self._idle.set(True)
 
     async def _work(self, lease: m.ScoreLease) -> None:
-        result = await self._judge(lease)
-        self._num_judged += 1
-        self._num_infra_errors += result.verdict is Verdict.INFRA_ERROR
-        message = m.ScoreResult(
-            lease_id=lease.lease_id, group_id=lease.group_id, sample_index=lease.sample_index, result=result
-        )
         what = f"acknowledgement of the verdict on sample {lease.sample_index} of group {lease.group_id}"
         timeout_s = self.run.ack_timeout_s
+        message = await self._outcome(lease)
         with (
             contextlib.suppress(PeerError, WaitTimeout),  # ``channel.failed`` carries it, and ends the node
             self.waits.named(what, on="coordinator", timeout_s=timeout_s, limit_key="run.ack_timeout_s"),
         ):
             await self.channel.request(message)
 
+    async def _outcome(self, lease: m.ScoreLease) -> m.Message:
+        """A verdict; or, where the lease was withdrawn before a judge took it up, that it is given back."""
+        try:
+            result = await self._judge(lease)
+        except asyncio.CancelledError:
+            if not ((job := self._jobs.get(lease.lease_id)) and job.cancelled()):
+                raise  # it is this task that is cancelled: the node ends
+            return m.LeaseCancelled(lease_id=lease.lease_id, reason="withdrawn before it was judged")
+        self._num_judged += 1
+        self._num_infra_errors += result.verdict is Verdict.INFRA_ERROR
+        return m.ScoreResult(
+            lease_id=lease.lease_id, group_id=lease.group_id, sample_index=lease.sample_index, result=result
+        )
+
     async def _judge(self, lease: m.ScoreLease) -> JudgeResult:
         try:
             suite = await self._suite(lease)
-            future = self.pool.submit(lease.completion, suite)
+            future = self._jobs[lease.lease_id] = self.pool.submit(lease.completion, suite)
             return fit_to_send(
                 await self.waits.wait_for(
                     asyncio.shield(asyncio.wrap_future(future)),  # who gives up a lease cancels no worker

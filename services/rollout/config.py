@@ -39,5 +39,8 @@ class RolloutConfig(StrictModel):
     cpu_kv_cache_gib: int = Field(default=1, ge=1)  # only where there is no GPU
     num_threads: int = Field(default=0, ge=0)  # OpenMP threads of a CPU engine; 0: vLLM's choice
     enforce_eager: bool = True
+    # Each completion from a random generator of its own: generated again by the same weights (its node died, say) it is the same. For looking
+    # into a run; vLLM then samples sequence by sequence, which costs speed, most of all on a GPU.
+    seeded_sampling: bool = False
     keep_prefix_cache: bool = False  # over a weight update: then old weights' cache serves new tokens
     fake: FakeEngineConfig = FakeEngineConfig()

@@ -188,6 +188,8 @@ class RolloutNode:
             "completion_ids": completion.completion_ids,
             "logprobs": completion.logprobs,
         }
+        if completion.routes is not None:
+            arrays["routes"] = completion.routes
         await self._tell(
             result, f"acknowledgement of sample {completion.sample_index} of group {lease.group_id}", arrays=arrays
         )
@@ -262,7 +264,7 @@ def make_engine(run: RunConfig, config: RolloutConfig) -> Engine:
     if config.engine == "fake":
         from services.rollout.fake_engine import FakeEngine
 
-        return FakeEngine(config.fake, max_prompt_tokens=run.max_prompt_tokens)
+        return FakeEngine(config.fake, max_prompt_tokens=run.max_prompt_tokens, tells_routes=run.routing_replay)
     if not (run.model / "config.json").is_file():
         raise ConfigError(f"No Hugging Face checkpoint at {run.model.resolve()} (run.model): config.json is missing.")
     from services.rollout.vllm_engine import VllmEngine

@@ -119,6 +119,7 @@ def isolations(run_dir: Path) -> set[str]:
 @pytest.mark.slow
 def test_units_are_scaled_restarted_after_a_crash_and_stopped_in_order(tmp_path: Path) -> None:
     body = """
+    echo FOREBAY_LEARNER_PROCS=2 > /etc/forebay/learner.env
     systemctl enable $all
     systemctl start forebay.target
     until_step 1

@@ -135,6 +135,12 @@ async def sample(engine, num_tokens, num_samples=4, prompt="hello", temperature=
     return [c async for c in engine.generate(prompt, range(num_samples), sampling, 0)]
 
 
+async def tokens_by_index(engine, indices, seed):
+    """Sample index -> its tokens."""
+    sampling = m.Sampling(max_tokens=20)
+    return {c.sample_index: c.completion_ids.tolist() async for c in engine.generate("hello", indices, sampling, seed)}
+
+
 def reference_logprobs(model, completion, temperature=1.0):
     ids = np.concatenate([completion.prompt_ids, completion.completion_ids])
     with torch.no_grad():
@@ -162,6 +168,16 @@ async def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_generate
     with pytest.raises(PromptTooLong, match="max_prompt_tokens"):
         await sample(engine, 5, prompt="x" * 100)
     assert engine.generated_tokens() == before
+
+
+async def test_a_seeded_completion_that_is_generated_again_is_the_same(engine, monkeypatch):
+    """Whatever else the engine is doing, and whichever of the group's samples are missing."""
+    monkeypatch.setattr(engine, "config", engine.config.model_copy(update={"seeded_sampling": True}))
+    group = await tokens_by_index(engine, range(4), seed=5)
+    assert len({tuple(tokens) for tokens in group.values()}) == 4
+    others, rest = await asyncio.gather(tokens_by_index(engine, range(4), seed=99), tokens_by_index(engine, [1, 3], 5))
+    assert rest == {1: group[1], 3: group[3]}
+    assert others != group
 
 
 async def test_new_weights_are_used_while_requests_are_in_flight(engine, sender):

@@ -74,6 +74,7 @@ def test_every_message_has_a_producer_and_only_those_that_are_for_all_have_more_
     both_sides = {  # said by learner and engines alike, or by each kind of node
         "SyncReady": {"services/learner", "services/rollout"},
         "SyncFailed": {"services/learner", "services/rollout"},
+        "LeaseCancelled": {"services/reward", "services/rollout"},
         "StopRequest": {"services/cli.py", "services/up.py"},
         "Refused": {"protocol/router.py", "services/coordinator"},
     }

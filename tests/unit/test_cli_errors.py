@@ -1,10 +1,18 @@
 """What a user gets who mistypes: one paragraph and an exit code, from the command itself, before anything starts."""
 
 import pytest
+import structlog
 
 from services.cli import main
 
 FAKE = "deploy/configs/fake.toml"
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before():
+    """The command sends the log to its own stderr, which is gone after the test."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The coordinator's decisions, message by message, without a socket: what goes in and what is in the outbox after it."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -23,7 +25,7 @@ class Desk:
     """A coordinator and what it said to whom."""
 
     def __init__(self, tmp_path, **changes):
-        run = RunConfig(id="r", dir=tmp_path, model=tmp_path)
+        run = RunConfig(id="r", dir=tmp_path, model=tmp_path, routing_replay=changes.pop("routing_replay", False))
         values = {"tasks": "t", "group_size": 2, "groups_per_step": 1, "max_steps": 9, "max_staleness": 1}
         tasks = [Task(task_id=str(i), prompt="p", tests=SUITE) for i in range(5)]
         self.journal = Journal(tmp_path / "j.sqlite", run_id="r")
@@ -32,8 +34,8 @@ class Desk:
         )
         self.seq = 0
 
-    def join(self, role, name, life=1, capacity=2):
-        hello = m.Hello(role=role, node_id=name, host="h", pid=life, capacity=capacity, holds=m.VersionTag(version=0))
+    def join(self, role, name, life=1, capacity=2, host="h"):
+        hello = m.Hello(role=role, node_id=name, host=host, pid=life, capacity=capacity, holds=m.VersionTag(version=0))
         return self.say(f"{name}#{life}", hello if role == "rollout" else hello.model_copy(update={"holds": None}))
 
     def say(self, identity, message, **arrays):
@@ -195,6 +197,33 @@ def test_a_lease_names_its_suite_and_the_suite_comes_when_it_is_asked_for(desk):
     assert (to, answer.suite_hash) == ("judge#1", score.suite_hash)
     assert hash_of(data) == score.suite_hash
     assert parse_suite(data) == SUITE
+
+
+@pytest.mark.parametrize(
+    ("routes", "reason"),
+    [
+        (None, "without routes, but run.routing_replay = true"),
+        (np.zeros((4, 2), np.uint8), r"routes of uint8\[4, 2\], not uint8 or uint16 with 4 rows"),
+        (np.zeros((5, 2, 2), np.uint8), "with 4 rows"),
+        (np.zeros((4, 2, 2), np.int32), "routes of int32"),
+        (np.zeros((4, 3, 2), np.uint8), "another model"),
+    ],
+)
+def test_a_sample_whose_routes_can_not_be_trained_with_is_refused(tmp_path, routes, reason):
+    desk = Desk(tmp_path, routing_replay=True)
+    (_, lease), *_ = of(m.GenerateLease, desk.join("rollout", "gen"))
+    good = np.zeros((4, 2, 2), np.uint8)
+    assert of(m.Ack, desk.sample("gen#1", lease, 0, routes=good))[0][1].accepted
+    [(_, ack)] = of(m.Ack, desk.sample("gen#1", lease, 1, **({} if routes is None else {"routes": routes})))
+    assert not ack.accepted
+    assert re.search(reason, ack.reason), ack.reason
+    desk.journal.close()
+
+
+def test_routes_that_nobody_asked_for_are_refused(desk):
+    (_, lease), *_ = of(m.GenerateLease, desk.join("rollout", "gen"))
+    [(_, ack)] = of(m.Ack, desk.sample("gen#1", lease, 0, routes=np.zeros((4, 2, 2), np.uint8)))
+    assert ack.reason == "with routes, but run.routing_replay = false"
 
 
 def test_a_suite_that_no_lease_has_named_is_refused_without_ending_the_node(desk):
@@ -404,3 +433,28 @@ def test_a_node_that_just_failed_is_not_asked_again_at_once(trio, monkeypatch):
     assert not trio.coordinator.updates.wanted(trio.coordinator.pool.version)
     clock[0] += 6
     assert trio.coordinator.updates.wanted(trio.coordinator.pool.version)
+
+
+def test_judgements_of_a_group_that_is_given_up_are_withdrawn(desk):
+    (_, lease), (_, other) = of(m.GenerateLease, desk.join("rollout", "gen"))
+    desk.join("reward", "judge", capacity=2)
+    [(_, score)] = of(m.ScoreLease, desk.sample("gen#1", lease, 0))
+    [(_, unrelated)] = of(m.ScoreLease, desk.sample("gen#1", other, 0))
+    sent = desk.say("gen#1", m.LeaseFailed(lease_id=lease.lease_id, error="boom", permanent=True))
+    assert [(to, cancel.lease_id) for to, cancel in of(m.CancelLease, sent)] == [("judge#1", score.lease_id)]
+    assert desk.coordinator.members.nodes["judge"].lease_ids == {unrelated.lease_id}
+    sent = desk.say("judge#1", m.LeaseCancelled(lease_id=score.lease_id, reason="withdrawn"))
+    assert [ack.accepted for _, ack in of(m.Ack, sent)] == [True]
+
+
+@pytest.mark.parametrize("store", ["127.0.0.1:9", "localhost:9", "[::1]:9"])
+def test_weights_that_are_offered_where_another_machine_can_not_reach_them_are_refused_with_the_remedy(trio, store):
+    assert of(m.SyncPlan, trio.say("learner#1", m.SyncRequest(tag=V1, stores=[store]))), "all are on one machine"
+    trio.join("rollout", "far", host="elsewhere")
+    [(to, refused)] = of(m.Refused, trio.say("learner#1", m.SyncRequest(tag=V1, stores=["10.0.0.1:9", store])))
+    assert to == "learner#1"
+    assert (
+        f"offers its weights at {store}, which rollout nodes on elsewhere can't reach. Set learner.host"
+        in refused.reason
+    )
+    assert of(m.SyncPlan, trio.say("learner#1", m.SyncRequest(tag=V1, stores=["10.0.0.1:9"])))

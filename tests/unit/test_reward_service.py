@@ -49,7 +49,8 @@ class Coordinator:
     def __init__(self, address):
         self.socket = CoordinatorSocket(address, "r")
         self.suites = {suite.content_hash: suite.to_json() for suite in SUITES}
-        self.results, self.requests, self.beats, self.goodbyes, self.hellos = {}, [], [], [], []
+        self.results, self.cancelled = {}, []
+        self.requests, self.beats, self.goodbyes, self.hellos = [], [], [], []
         self.task = asyncio.create_task(self.serve())
 
     async def serve(self):
@@ -72,6 +73,8 @@ class Coordinator:
                 self.goodbyes.append(goodbye)
             case m.ScoreResult() as result:
                 self.results[result.lease_id] = result.result
+            case m.LeaseCancelled() as cancelled:
+                self.cancelled.append(cancelled.lease_id)
             case m.SuiteRequest(suite_hash=name):
                 self.requests.append(name)
                 answer = m.Refused(reason="unknown suite", fatal=False)
@@ -183,6 +186,25 @@ async def test_what_is_not_finished_in_time_is_left_to_others_without_a_verdict(
         assert coordinator.results == {}
         assert not node.pool.jobs[0][2].cancelled(), "the pool's own bookkeeping is left alone"
         node.pool.jobs[0][2].set_result(RIGHT)
+
+
+async def test_a_judgement_that_is_not_wanted_any_more_is_given_back_if_no_judge_has_it(tmp_path):
+    async with started(tmp_path) as (coordinator, node, _, _):
+        await coordinator.lease("waiting", completion="slow")
+        await coordinator.lease("begun", completion="slow")
+        await until(lambda: len(node.pool.jobs) == 2)
+        waiting, begun = (job[2] for job in node.pool.jobs)
+        begun.set_running_or_notify_cancel()
+        for lease_id in ("waiting", "begun", "unknown"):
+            coordinator.socket.send(
+                coordinator.identity, m.CancelLease(lease_id=lease_id, reason="group 1 is given up")
+            )
+        await until(lambda: coordinator.cancelled)
+        assert coordinator.cancelled == ["waiting"]
+        assert waiting.cancelled()
+        begun.set_result(RIGHT)
+        await until(lambda: coordinator.results)
+        assert coordinator.results == {"begun": RIGHT}
 
 
 # ---- the store ----
