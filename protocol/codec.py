@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ MAX_HEADER_BYTES = 32 << 20
 MAX_ARRAY_BYTES = 1 << 30
 MAX_ARRAYS = 16
 _CHECKSUM_BYTES = 4
-DTYPES = {"int32": "<i4", "int64": "<i8", "float32": "<f4", "uint8": "|u1"}
+DTYPES = {"int32": "<i4", "int64": "<i8", "float32": "<f4", "uint8": "|u1", "uint16": "<u2"}
 
 _KINDS = all_messages()
 _PACKER = msgpack.Packer(use_bin_type=True)  # for any thread: it packs without letting go of the interpreter's lock
@@ -57,10 +57,11 @@ def encode(
         ProtocolError: the arrays are not those that the message's class declares, or of a dtype that doesn't travel.
     """
     arrays = arrays or {}
-    if arrays.keys() != set(message.arrays):
+    names = message.arrays if len(arrays) == len(message.arrays) else _with_optional(type(message), arrays)
+    if arrays.keys() != set(names):
         raise ProtocolError(f"{message.kind} travels with arrays {message.arrays}, not {sorted(arrays)}.")
     specs, buffers = [], []
-    for name in message.arrays:
+    for name in names:
         array = arrays[name]
         if array.dtype.name not in DTYPES:
             raise ProtocolError(
@@ -112,7 +113,12 @@ def decode(frames: Sequence[bytes | memoryview]) -> Received:
     cls = _KINDS.get(kind)
     if cls is None:
         raise ProtocolError(f"Unknown message kind {kind[:64]!r}.")
-    if len(specs) != len(cls.arrays) or len(frames) != 1 + len(specs):
+    names = cls.arrays
+    if len(specs) > len(names):
+        names = _with_optional(
+            cls, {spec[0] for spec in specs if isinstance(spec, list) and spec[:1] and type(spec[0]) is str}
+        )
+    if len(specs) != len(names) or len(frames) != 1 + len(specs):
         raise ProtocolError(
             f"{kind} must come with arrays {cls.arrays}; its header tells of {len(specs)}, and there are {len(frames) - 1} frames."
         )
@@ -121,10 +127,13 @@ def decode(frames: Sequence[bytes | memoryview]) -> Received:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise ProtocolError(f"{kind}: field {'.'.join(map(str, first['loc']))}: {first['msg']}.") from None
-    arrays = {
-        name: _view(kind, name, spec, frame) for name, spec, frame in zip(cls.arrays, specs, frames[1:], strict=True)
-    }
+    arrays = {name: _view(kind, name, spec, frame) for name, spec, frame in zip(names, specs, frames[1:], strict=True)}
     return Received(message, run_id, seq, re, arrays)
+
+
+def _with_optional(cls: type[Message], given: Collection[str]) -> tuple[str, ...]:
+    """The arrays that must come, and the optional ones that are given, in the order in which they travel."""
+    return (*cls.arrays, *(name for name in cls.optional_arrays if name in given))
 
 
 def _decode_header(frames: Sequence[bytes | memoryview]) -> tuple[str, str, int, int, dict[str, Any], list[Any]]:

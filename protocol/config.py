@@ -43,6 +43,8 @@ class RunConfig(StrictModel):
     max_prompt_tokens: int = Field(default=512, gt=0)
     max_completion_tokens: int = Field(default=512, gt=0)
     temperature: float = Field(default=1.0, gt=0)
+    # Mixture of experts: engines tell which experts they chose, the trainer chooses the same. See services/learner/README.md.
+    routing_replay: bool = False
     join_timeout_s: float = Field(default=120.0, gt=0)  # how long a node waits for the coordinator
     sync_timeout_s: float = Field(default=120.0, gt=0)  # one weight update, from the plan to the last acknowledgement
     idle_timeout_s: float = Field(default=7200.0, gt=0)  # a node without work, while the coordinator lives

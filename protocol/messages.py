@@ -23,11 +23,13 @@ PROTOCOL_VERSION = 3
 
 
 class Message(BaseModel):
-    """Base of all messages. ``kind`` is the name on the wire; ``arrays`` lists the frames that must come with it."""
+    """Base of all messages. ``kind`` is the name on the wire; ``arrays`` lists the frames that must come with it, ``optional_arrays`` those
+    that may follow them."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=True)
     kind: ClassVar[str]
     arrays: ClassVar[tuple[str, ...]] = ()
+    optional_arrays: ClassVar[tuple[str, ...]] = ()
 
 
 class WaitInfo(BaseModel):
@@ -192,13 +194,15 @@ class GenerateLease(Message):
 
 
 class SampleResult(Message):
-    """One finished completion. Arrays: ``prompt_ids`` int32 [P], ``completion_ids`` int32 [C], ``logprobs`` float32 [C].
+    """One finished completion. Arrays: ``prompt_ids`` int32 [P], ``completion_ids`` int32 [C], ``logprobs`` float32 [C];
+    with ``run.routing_replay`` also ``routes`` uint8 or uint16 [P + C - 1, layers, k]: the experts of each token that was computed.
 
     ``segments`` covers the C tokens in order. ``text`` is for the judge only and is never tokenized again.
     """
 
     kind: ClassVar[str] = "sample_result"
     arrays: ClassVar[tuple[str, ...]] = ("prompt_ids", "completion_ids", "logprobs")
+    optional_arrays: ClassVar[tuple[str, ...]] = ("routes",)
 
     lease_id: str
     group_id: int
@@ -310,11 +314,13 @@ class BatchSample(BaseModel):
 class Batch(Message):
     """The fixed batch of one step, groups contiguous. Arrays are concatenations over ``samples``:
 
-    ``prompt_ids`` int32 [sum P], ``completion_ids`` int32 [sum C], ``logprobs`` float32 [sum C].
+    ``prompt_ids`` int32 [sum P], ``completion_ids`` int32 [sum C], ``logprobs`` float32 [sum C]; ``routes`` as in ``SampleResult``, where
+    the samples have them.
     """
 
     kind: ClassVar[str] = "batch"
     arrays: ClassVar[tuple[str, ...]] = ("prompt_ids", "completion_ids", "logprobs")
+    optional_arrays: ClassVar[tuple[str, ...]] = ("routes",)
 
     step: int
     samples: list[BatchSample]

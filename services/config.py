@@ -81,7 +81,13 @@ class _RewardOnly(StrictModel):
 
 def cross_check(config: Config) -> list[str]:
     """What is wrong between the roles; each entry says what and what to do. Empty: nothing that can be seen beforehand."""
-    return [*_check_files(config), *_check_lengths(config), *_check_layout(config), *_check_work(config)]
+    return [
+        *_check_files(config),
+        *_check_lengths(config),
+        *_check_layout(config),
+        *_check_routing(config),
+        *_check_work(config),
+    ]
 
 
 def require_consistent(config: Config, source: str) -> None:
@@ -186,6 +192,44 @@ def _check_layout(config: Config) -> list[str]:
             f"up.rollout_devices and up.learner_devices both use CUDA devices {shared}: give each role its own."
         )
     return problems
+
+
+def _check_routing(config: Config) -> list[str]:
+    """``run.routing_replay``: both sides must have the same experts, and a batch's routes must fit into a message."""
+    if not config.run.routing_replay:
+        return []
+    from protocol.codec import MAX_ARRAY_BYTES  # here, so that reading a config needs no numpy
+
+    fakes = [
+        key
+        for key, is_fake in (
+            ("rollout.engine", config.rollout.engine == "fake"),
+            ("learner.policy", config.learner.policy == "fake"),
+        )
+        if is_fake
+    ]
+    if len(fakes) == 2:
+        return []
+    if fakes:
+        return [
+            f"run.routing_replay with {fakes[0]} = 'fake': the other side has a model whose experts it does not know."
+        ]
+    try:
+        arch = read_architecture(config.run.model)
+    except ConfigError:
+        return []  # said by ``_check_files`` or ``_check_learner``
+    if not arch.is_moe:
+        return ["run.routing_replay = true, but the model has no experts: leave it out."]
+    coordinator = config.coordinator
+    num_tokens = coordinator.groups_per_step * coordinator.group_size
+    num_tokens *= config.run.max_prompt_tokens + config.run.max_completion_tokens
+    num_bytes = num_tokens * arch.num_layers * arch.experts_per_token * (1 if arch.num_experts <= 256 else 2)
+    if num_bytes > MAX_ARRAY_BYTES:
+        return [
+            f"run.routing_replay: the routes of a batch of {num_tokens} tokens take up to {num_bytes / 2**20:.0f} MiB, and an array of a "
+            f"message {MAX_ARRAY_BYTES >> 20}: lower coordinator.groups_per_step, coordinator.group_size or the lengths, or leave it out."
+        ]
+    return []
 
 
 def _check_work(config: Config) -> list[str]:

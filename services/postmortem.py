@@ -40,8 +40,10 @@ def main(run_dir: Path, out: Path | None) -> int:
     """Body of ``forebay postmortem``.
 
     Raises:
-        ConfigError: ``run_dir`` is not the folder of a run, or ``out`` can't be written.
+        ConfigError: ``run_dir`` is not the folder of a run, or ``out`` is there already or can't be written.
     """
+    if out is not None and out.exists():
+        raise ConfigError(f"{out} is there already, and is not overwritten. Give another name with --out.")
     known = gather(run_dir)
     story = tell(known)
     path = out or Path(f"{run_dir.resolve().name}-postmortem-{datetime.now():%Y%m%d-%H%M%S}.tar.gz")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -81,7 +82,10 @@ class Child:
         lines = self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
         for index in range(len(lines) - 1, -1, -1):
             if lines[index].startswith("error: "):
-                return "\n".join(lines[index:])[:2000].removeprefix("error: ")
+                words = itertools.takewhile(
+                    lambda line: not line.startswith("{"), lines[index:]
+                )  # up to the next event
+                return "\n".join(words)[:2000].removeprefix("error: ")
         return "\n".join(lines[-15:])
 
 

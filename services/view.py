@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from collections import deque
 from statistics import fmean
 from typing import Any
@@ -11,6 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from common.errors import PeerError
 from common.wait_graph import cycle_text
 from protocol.client import ask
 from protocol.messages import StatusReply, StatusRequest
@@ -36,8 +39,13 @@ def main(address: str, *, keys: Keys | None, as_json: bool) -> int:
     status = fetch(address, keys=keys)
     if as_json:
         print(json.dumps(status, indent=1))
-    else:
-        Console().print(render(status, Rates()))
+        return 0
+    rates = Rates()
+    rates.add(status)
+    time.sleep(Rates.SHORTEST_S)  # a rate takes two looks
+    with contextlib.suppress(PeerError):  # it ended meanwhile
+        status = fetch(address, keys=keys)
+    Console().print(render(status, rates))
     return 0
 
 
@@ -45,6 +53,7 @@ class Rates:
     """Per-second rates from the growth of counters between looks, over the last 15 s or so."""
 
     WINDOW_S = 15.0
+    SHORTEST_S = 1.0
 
     def __init__(self) -> None:
         self._looks: deque[tuple[float, dict[str, float]]] = deque()
@@ -60,7 +69,7 @@ class Rates:
         rates = {}
         for name, value in counters.items():
             then, old = next((at, look[name]) for at, look in self._looks if name in look)
-            if now - then >= 1.0:
+            if now - then >= self.SHORTEST_S:
                 rates[name] = (value - old) / (now - then)
         return rates
 

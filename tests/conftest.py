@@ -6,9 +6,22 @@ goes file by file to whichever process is free. Without pytest-xdist's ``-n`` al
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Random examples are the same ones each time, and none is a failure for being slow; FOREBAY_SEARCH=N looks for other ones.
+settings.register_profile(
+    "forebay",
+    deadline=None,
+    derandomize=not os.environ.get("FOREBAY_SEARCH"),
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("forebay")
 
 # A shell that starts a job in the background has it ignore SIGINT, and all its descendants with it. Tests send SIGINT to theirs.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

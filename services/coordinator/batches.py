@@ -35,7 +35,8 @@ def make_batch(
         for group, sample in chosen
         if sample.result is not None
     ]
-    arrays = {name: np.concatenate([sample.arrays[name] for _, sample in chosen]) for name in _ARRAYS}
+    names = [*_ARRAYS, *(["routes"] if chosen and "routes" in chosen[0][1].arrays else [])]
+    arrays = {name: np.concatenate([sample.arrays[name] for _, sample in chosen]) for name in names}
     return Batch(step=step, samples=samples, replay=replay, publish=publish), arrays
 
 

@@ -42,15 +42,20 @@ class Journal:
 
     Raises:
         ConfigError: the file is of another run, of another schema, of other settings, is damaged, or is in use by another
-            coordinator. Nothing in it was changed.
+            coordinator; or its folder can't be made. Nothing in it was changed.
     """
 
     def __init__(
         self, path: Path, *, run_id: str, fixed: Mapping[str, Any] | None = None, disk_timeout_s: float = 600.0
     ) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = path.with_suffix(".lock").open("w")  # SQLite's own exclusive mode would shut out readers, too
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = path.with_suffix(".lock").open("w")  # SQLite's own exclusive mode would shut out readers, too
+        except OSError as error:
+            raise ConfigError(
+                f"The run's folder {path.parent} can't be written: {error.strerror}. Choose another with --set run.dir=DIR."
+            ) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

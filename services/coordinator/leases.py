@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import structlog
 
 from protocol import messages as m
-from protocol.codec import Received
+from protocol.codec import Array, Received
 from protocol.config import RunConfig
 from protocol.suites import TestSuite
 from protocol.tasks import Task
@@ -56,6 +57,7 @@ class LeaseDesk:
         self.verdicts: Counter[str] = Counter()
         self.num_copied = 0  # verdicts that came from a twin
         self._twins = Twins()
+        self._routes_kind: tuple[Any, ...] | None = None  # dtype, layers and experts per token of all routes of the run
         self._suites: dict[str, TestSuite] = {}  # by name: those that a lease has named
         self._to_generate: dict[int, None] = {}
         self._to_score: deque[tuple[int, int]] = deque()
@@ -121,12 +123,14 @@ class LeaseDesk:
             self._counts.duplicate(node, num_tokens)
             self._end_if_complete(message)
             return self._reply(node.identity, ACK, received.seq)
-        if reason := sample_problem(message, received.arrays) or self._version_problem(message):
+        if reason := self._sample_problem(message, received.arrays):
             self._counts.thrown_away(node, num_tokens)
             log.warning("sample_refused", node=node.node_id, group=message.group_id, reason=reason)
             if lease := self._members.end_lease(message.lease_id):
                 self.failed(lease, reason)
             return self._reply(node.identity, m.Ack(accepted=False, reason=reason), received.seq)
+        if (routes := received.arrays.get("routes")) is not None:
+            self._routes_kind = (routes.dtype.name, *routes.shape[1:])
         accepted = self._pool.add_sample(
             message.group_id,
             message.sample_index,
@@ -151,6 +155,16 @@ class LeaseDesk:
             self._counts.repeated(node, int(received.arrays["completion_ids"].size))
         elif isinstance(message, m.LeaseFailed | m.LeaseCancelled):
             self._counts.repeated(node, message.num_tokens)
+
+    def _sample_problem(self, message: m.SampleResult, arrays: Mapping[str, Array]) -> str:
+        """Why it can't be trained on, or ''."""
+        if problem := sample_problem(message, arrays, with_routes=self._run.routing_replay):
+            return problem
+        routes = arrays.get("routes")
+        kind = self._routes_kind
+        if routes is not None and kind is not None and kind != (routes.dtype.name, *routes.shape[1:]):
+            return f"routes of {(routes.dtype.name, *routes.shape[1:])}, where those of other samples are of {kind}: another model"
+        return self._version_problem(message)
 
     def _version_problem(self, message: m.SampleResult) -> str:
         """Why tokens of these versions can't be of this group, or ''. Taken in, they would stop the step that trains on them."""

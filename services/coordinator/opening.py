@@ -30,6 +30,7 @@ def open_parts(run: RunConfig, config: CoordinatorConfig) -> tuple[list[Task], C
     socket = CoordinatorSocket(bind, run.id, keys=keys)
     fixed = {
         "run.seed": run.seed,
+        "run.routing_replay": run.routing_replay,
         **{
             f"coordinator.{key}": getattr(config, key)
             for key in ("group_size", "groups_per_step", "shuffle", "max_epochs")

@@ -8,13 +8,12 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from protocol.verdicts import JudgeResult
 from protocol.versions import Segment
 from services.coordinator.groups import Group, GroupStatus, Sample
 from services.coordinator.ledger import Ledger
 from services.coordinator.records import PoolState, Record
+from services.coordinator.sample_arrays import array_parts, unpack_arrays
 
 SCHEMA_VERSION = 2
 _GROUP_STRIDE = 4096  # sample_id = group_id * stride + sample_index: rows of a group lie together, old ones first
@@ -95,12 +94,12 @@ def row_of(record: Record) -> tuple[Any, ...]:
 
 
 def _sample_row(group_id: int, sample: Sample) -> tuple[Any, ...]:
-    arrays = [sample.arrays[name] for name in ("prompt_ids", "completion_ids", "logprobs")]
+    parts = array_parts(sample.arrays)
     checksum = 0
     for (
-        array
-    ) in arrays:  # one by one: zlib lets go of the interpreter for what is over 5 KiB, and getting it back takes longer
-        checksum = zlib.crc32(array, checksum)
+        part
+    ) in parts:  # one by one: zlib lets go of the interpreter for what is over 5 KiB, and getting it back takes longer
+        checksum = zlib.crc32(part, checksum)
     segments = ", ".join([f"[{segment.version}, {segment.num_tokens}]" for segment in sample.segments])
     num_prompt = int(sample.arrays["prompt_ids"].size)
     return (
@@ -110,7 +109,7 @@ def _sample_row(group_id: int, sample: Sample) -> tuple[Any, ...]:
         sample.finish_reason,
         f"[{segments}]",
         num_prompt,
-        b"".join(arrays),
+        b"".join(parts),
         checksum,
     )
 
@@ -175,17 +174,13 @@ def _samples(db: sqlite3.Connection, first_id: int, end_id: int) -> Iterator[Sam
         sample_id, text, finish, segments, num_prompt, arrays, crc32, result, attempts, deaths, lost = row
         if zlib.crc32(arrays) != crc32:
             raise ValueError(f"the arrays of group {first_id // _GROUP_STRIDE} fail their checksum")
-        num_completion = (len(arrays) // 4 - num_prompt) // 2
+        spans = [Segment(version=version, num_tokens=count) for version, count in json.loads(segments)]
         yield Sample(
             sample_index=sample_id % _GROUP_STRIDE,
             text=text,
             finish_reason=finish,
-            segments=[Segment(version=version, num_tokens=count) for version, count in json.loads(segments)],
-            arrays={
-                "prompt_ids": np.frombuffer(arrays, "<i4", num_prompt),
-                "completion_ids": np.frombuffer(arrays, "<i4", num_completion, 4 * num_prompt),
-                "logprobs": np.frombuffer(arrays, "<f4", num_completion, 4 * (num_prompt + num_completion)),
-            },
+            segments=spans,
+            arrays=unpack_arrays(arrays, num_prompt=num_prompt, num_completion=sum(span.num_tokens for span in spans)),
             result=None if result is None else JudgeResult.model_validate_json(result),
             score_attempts=attempts,
             deaths=deaths,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -180,9 +178,9 @@ def run_case(case: Case, folder: Path, *, seed: int = 0) -> Result:
     result = Result(case, folder=folder)
     started = time.monotonic()
     try:
-        with Run(
-            folder, {**LIMITS, **case.changes}, tasks=case.tasks, proxied=True, seed=seed, warm=not case.real
-        ) as run:
+        # The fakes carry routes as well, so that no fault may part them from their tokens.
+        changes = {**LIMITS, "run.routing_replay": not case.real, **case.changes}
+        with Run(folder, changes, tasks=case.tasks, proxied=True, seed=seed, warm=not case.real) as run:
             scene = Scene(run)
             case.body(scene)
             _judge(case, scene, result)
@@ -204,7 +202,7 @@ def _judge(case: Case, scene: Scene, result: Result) -> None:
         result.recovered_s, result.passed = time.time() - scene.injected_at, True
         return
     for role in run.roles if not case.real else ():  # vLLM prints its own
-        assert "Traceback (most" not in role.output(), f"{role.name} ended with a stack trace\n{role.tail()}"
+        assert "\nTraceback (most" not in role.output(), f"{role.name} ended with a stack trace\n{role.tail()}"
     verdict = run.verdict(finished=case.ends == "finished" and case.all_steps)
     result.lost, result.duplicated = verdict.lost, verdict.duplicated
     sign = scene.first_sign()
@@ -221,10 +219,3 @@ def _judge(case: Case, scene: Scene, result: Result) -> None:
     assert not verdict.problems, "\n".join(verdict.problems)
     assert not case.noticed or sign is not None, "nobody noticed: no log event and no repeated request"
     result.passed = True
-
-
-@contextlib.contextmanager
-def temporary(prefix: str = "forebay-faults-") -> Any:
-    """A folder that is gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix=prefix) as name:
-        yield Path(name)

@@ -29,6 +29,7 @@ from protocol.messages import (
     ScoreResult,
     StepCommitted,
 )
+from services.coordinator.sample_arrays import array_parts
 from services.faults.processes import events_in
 from services.faults.proxy import Seen
 
@@ -119,13 +120,14 @@ def read_books(path: Path) -> Books:
 def _sample(
     text: str, _finish: str, segments: str, num_prompt: int, arrays: bytes, _crc: int, has_result: int, given_up: int
 ) -> Sample:
-    num_tokens = (len(arrays) // 4 - num_prompt) // 2
-    oldest = min(version for version, _ in json.loads(segments))
+    spans = json.loads(segments)
+    num_tokens = sum(count for _, count in spans)
+    oldest = min(version for version, _ in spans)
     return Sample(_digest(text, num_prompt, arrays), oldest, num_tokens, bool(has_result), bool(given_up))
 
 
 def _digest(text: str, num_prompt_tokens: int, arrays: bytes) -> bytes:
-    """Of all that a node sent of a sample; ``arrays`` are prompt ids, completion ids and log-probs, one after the other."""
+    """Of all that a node sent of a sample; ``arrays`` as the journal has them."""
     content = text.encode("utf-8", "surrogatepass") + b"\0" + num_prompt_tokens.to_bytes(8, "little") + arrays
     return blake2b(content, digest_size=16).digest()
 
@@ -172,9 +174,8 @@ def _check_acknowledged(verdict: Verdict, books: Books, told: Sequence[tuple[Rec
     for request, answer in told:
         match request.message, answer.message:
             case SampleResult() as sample, Ack(accepted=True):
-                names = ("prompt_ids", "completion_ids", "logprobs")
-                arrays = b"".join(request.arrays[name].tobytes() for name in names)
-                digest = _digest(sample.text, int(request.arrays["prompt_ids"].size), arrays)
+                num_prompt = int(request.arrays["prompt_ids"].size)
+                digest = _digest(sample.text, num_prompt, b"".join(array_parts(request.arrays)))
                 accepted.setdefault((sample.group_id, sample.sample_index), set()).add(digest)
             case ScoreResult(result=result) as score, Ack() if result.reward is not None:
                 row = books.samples.get((score.group_id, score.sample_index))

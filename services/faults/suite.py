@@ -119,10 +119,14 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 def _line(cells: Sequence[str]) -> str:
     first, *others = (
-        cell[:width].ljust(width) if index == 0 else cell.rjust(width)
+        _cut(cell, width).ljust(width) if index == 0 else cell.rjust(width)
         for index, (cell, (_, width)) in enumerate(zip(cells, _COLUMNS, strict=True))
     )
     return " ".join([first, *others]).rstrip()
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def _row(result: Result) -> Text:

@@ -9,6 +9,7 @@ group: it steers the others' advantages by that, and by nothing else.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,15 +47,11 @@ def make_train_batch(
     ``max_completion_tokens`` is needed with ``objective.overlong_buffer``, ``reference_logprobs`` with a KL in the reward.
 
     Raises:
-        TrainingError: a reward that is not finite; names the sample.
+        TrainingError: a reward that is not finite, as it came or with its KL; names the sample.
     """
     samples = _samples(batch, arrays)
     rewards = np.asarray([sample.reward for sample in batch.samples], dtype=np.float64)
-    if not np.isfinite(rewards).all():
-        worst = int(np.flatnonzero(~np.isfinite(rewards))[0])
-        raise TrainingError(
-            f"Step {batch.step}: {samples[worst].name} has the reward {rewards[worst]}. Nothing was updated."
-        )
+    _require_finite(rewards, samples, batch.step, "the reward")
     metrics = {}
     if objective.overlong_buffer:
         lengths = np.asarray([sample.num_completion_tokens for sample in batch.samples])
@@ -69,9 +66,16 @@ def make_train_batch(
             float(kl_values(sample.logprobs - reference, objective.kl_kind).sum(dtype=np.float64))
             for sample, reference in zip(samples, reference_logprobs(samples), strict=True)
         ]
+        _require_finite(np.asarray(kl), samples, batch.step, f"the KL to the start model ({objective.kl_kind})")
         rewards = rewards - objective.kl_coef * np.asarray(kl)
         metrics["batch/kl_reference"] = sum(kl) / max(1, sum(len(sample.completion_ids) for sample in samples))
     return _with_advantages(batch, samples, rewards, objective, metrics)
+
+
+def _require_finite(values: NDArray[np.float64], samples: Sequence[TrainSample], step: int, what: str) -> None:
+    """Before anything is left out: a group with a NaN would else pass for one without signal."""
+    if (bad := np.flatnonzero(~np.isfinite(values))).size:
+        raise TrainingError(f"Step {step}: {samples[bad[0]].name} has {what} {values[bad[0]]}. Nothing was updated.")
 
 
 def to_train_samples(batch: Batch, arrays: dict[str, Any], objective: ObjectiveConfig) -> list[TrainSample]:
@@ -104,8 +108,12 @@ def _samples(batch: Batch, arrays: dict[str, Any]) -> list[TrainSample]:
     completions = _split(arrays["completion_ids"], [sample.num_completion_tokens for sample in batch.samples])
     logprobs = _split(arrays["logprobs"], [sample.num_completion_tokens for sample in batch.samples])
     names = [f"sample {sample.sample_index} of group {sample.group_id}" for sample in batch.samples]
+    routes = [None] * len(names)
+    if "routes" in arrays:
+        routes = _split(arrays["routes"], [s.num_prompt_tokens + s.num_completion_tokens - 1 for s in batch.samples])
     return [
-        TrainSample(p, c, lp, 0.0, name) for p, c, lp, name in zip(prompts, completions, logprobs, names, strict=True)
+        TrainSample(p, c, lp, 0.0, name, routes=r)
+        for p, c, lp, name, r in zip(prompts, completions, logprobs, names, routes, strict=True)
     ]
 
 
@@ -151,7 +159,7 @@ def _with_advantages(
 
 
 def _replace_advantage(sample: TrainSample, advantage: float) -> TrainSample:
-    return TrainSample(sample.prompt_ids, sample.completion_ids, sample.logprobs, advantage, sample.name)
+    return dataclasses.replace(sample, advantage=advantage)
 
 
 def _split(array: Any, lengths: Sequence[int]) -> list[Any]:

@@ -16,6 +16,15 @@ KlKind = Literal["k1", "k2", "k3"]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
+def idle_settings(section: StrictModel, needs: dict[str, tuple[bool, str]]) -> list[str]:
+    """Which fields were changed although nothing reads them: by name, whether it is read, and what it belongs to."""
+    return [
+        f"{name} belongs to {owner}"
+        for name, (is_read, owner) in needs.items()
+        if not is_read and getattr(section, name) != type(section).model_fields[name].default
+    ]
+
+
 class ParallelConfig(StrictModel):
     """How one copy of the model is cut, in Megatron's terms. Checked against model and world by ``layouts.layout_violations``.
 
@@ -69,6 +78,18 @@ class RecomputeConfig(StrictModel):
         description="of full; uniform: keep the input of every num_layers-th layer; block: recompute num_layers of a stage",
     )
     num_layers: int = Field(default=1, ge=1, description="of full; see method")
+
+    @model_validator(mode="after")
+    def _nothing_idle(self) -> RecomputeConfig:
+        full = (self.granularity == "full", "granularity = 'full'")
+        needs = {
+            "modules": (self.granularity == "selective", "granularity = 'selective'"),
+            "method": full,
+            "num_layers": full,
+        }
+        if problems := idle_settings(self, needs):
+            raise ValueError("; ".join(problems))
+        return self
 
 
 class OptimizerConfig(StrictModel):
@@ -191,7 +212,7 @@ class ObjectiveConfig(StrictModel):
 
     @model_validator(mode="after")
     def _parts_that_go_together(self) -> ObjectiveConfig:
-        if problems := [*self._weight_problems(), *self._other_problems()]:
+        if problems := [*self._weight_problems(), *self._other_problems(), *self._idle()]:
             raise ValueError("; ".join(problems))
         return self
 
@@ -209,9 +230,21 @@ class ObjectiveConfig(StrictModel):
             )
         if self.kind == "gspo" and self.importance != "none" and self.importance_level == "token":
             found.append("kind = 'gspo' has one ratio a sequence: set importance_level = 'sequence'")
-        if self.importance_min and self.importance != "mask":
-            found.append("importance_min belongs to importance = 'mask'")
         return found
+
+    def _idle(self) -> list[str]:
+        """Settings that nothing would read as the others are."""
+        uses_start_model = self.kl_coef > 0.0
+        needs = {
+            "importance_min": (self.importance == "mask", "importance = 'mask'"),
+            "importance_max": (self.importance in ("truncate", "mask"), "importance = 'truncate' or 'mask'"),
+            "importance_level": (self.importance != "none", "an importance other than 'none'"),
+            "std_floor": (self.advantage in ("grpo", "reinforce_pp"), "advantage = 'grpo' or 'reinforce_pp'"),
+            "overlong_penalty": (self.overlong_buffer > 0, "overlong_buffer over 0"),
+            "kl_kind": (uses_start_model, "kl_coef over 0"),
+            "kl_in": (uses_start_model, "kl_coef over 0"),
+        }
+        return idle_settings(self, needs)
 
     def _other_problems(self) -> list[str]:
         found = []

@@ -42,6 +42,7 @@ class FakePolicy:
             dist.all_reduce(torch.tensor(gap))
         if total_steps_done + 1 == self._die_at_step:
             os.kill(os.getpid(), signal.SIGKILL)
+        _check_routes(samples, total_steps_done + 1)
         for sample in samples:
             self.weight = (self.weight * 31 + float(sample.completion_ids.sum()) + sample.advantage) % 1_000_003
         num_loss_tokens = sum(len(sample.completion_ids) for sample in samples)
@@ -61,6 +62,10 @@ class FakePolicy:
             kl_k3=0.0,
             entropy=0.0,
             step_s=self._step_s,
+            routing_replayed_share=None
+            if all(sample.routes is None for sample in samples)
+            else sum(sample.length for sample in samples if sample.routes is not None)
+            / sum(sample.length for sample in samples),
         )
 
     def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
@@ -119,6 +124,16 @@ class FakePolicy:
             return
         target.mkdir(parents=True, exist_ok=True)
         (target / "fake.json").write_text(json.dumps({"weight": self.weight}))
+
+
+def _check_routes(samples: Sequence[TrainSample], step: int) -> None:
+    """What the fake engine tells of each token must have come here with that token."""
+    for sample in samples:
+        if sample.routes is None:
+            continue
+        first = np.concatenate([sample.prompt_ids, sample.completion_ids])[:-1] % 128  # as ``fake_engine.fake_routes``
+        if not np.array_equal(sample.routes.reshape(-1, 4), np.stack([first, first + 128, first + 64, first], axis=1)):
+            raise TrainingError(f"Step {step}: the routes of {sample.name} are not those of its tokens.")
 
 
 def init_world(*, timeout_s: float) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ConfigError
+from services.learner.routes import Routes, place_routes
 
 # What the second part of a shared piece's attention costs beyond its flops (calls, the merge), in tokens for each suffix: see
 # bench/results/learner.md.
@@ -33,6 +34,7 @@ class TrainSample:
     ``prompt_ids``: int32[P], P >= 1. ``completion_ids``: int32[C]. ``logprobs``: float32[C], the engine's log-prob of each
     completion token. ``advantage``: of the whole completion. ``name``: for messages. ``start_logprobs``, ``reference_logprobs``:
     float32[C], log-probs by the weights at the start of the step and by the start model, where the objective needs them.
+    ``routes``: [P + C - 1, layers, k], the engine's experts, where they are to be replayed; see ``routes``.
 
     Raises:
         ValueError: an empty prompt, or arrays whose lengths differ.
@@ -45,6 +47,7 @@ class TrainSample:
     name: str = ""
     start_logprobs: NDArray[np.float32] | None = None
     reference_logprobs: NDArray[np.float32] | None = None
+    routes: Routes | None = None
 
     def __post_init__(self) -> None:
         if not len(self.prompt_ids):
@@ -89,7 +92,7 @@ class MicroBatch:
     ``loss_positions``: int64[L], rising, the position that predicts each completion token. ``labels``: int64[L], that token.
     ``loss_mask``: bool[L], whether it counts. ``behaviour_logprobs``, ``advantages``: float32[L]. The rows are the samples of
     ``sample_indices`` in order, each with its completion in order. A micro-batch without any has one row that doesn't count.
-    ``slots``, ``start_logprobs``, ``reference_logprobs``: see ``add_columns``.
+    ``slots``, ``start_logprobs``, ``reference_logprobs``: see ``add_columns``. ``routes``: int16[T, layers, k], see ``routes``.
     """
 
     tokens: NDArray[np.int64]
@@ -105,6 +108,7 @@ class MicroBatch:
     slots: NDArray[np.int64] | None = None
     start_logprobs: NDArray[np.float32] | None = None
     reference_logprobs: NDArray[np.float32] | None = None
+    routes: NDArray[np.int16] | None = None
 
 
 def sequence_cost(length: int, *, hidden_size: int) -> float:
@@ -192,11 +196,13 @@ def _refuse_too_long(lengths: Sequence[int], max_tokens: int, room: int) -> None
 
 
 def _same_prompts(samples: Sequence[TrainSample]) -> list[list[int]]:
-    """Indices of the samples, those with the same prompt tokens together, in the order in which they first come."""
+    """Indices of the samples, those with the same prompt tokens (sent to the same experts, if that is told) together, in the order in
+    which they first come."""
     groups: dict[bytes | int, list[int]] = {}
     for i, sample in enumerate(samples):
         # A sample without a completion has no positions, and nothing to share.
-        key = sample.prompt_ids.tobytes() if len(sample.completion_ids) else i
+        experts = b"" if sample.routes is None else sample.routes[: sample.prefix].tobytes()
+        key = sample.prompt_ids.tobytes() + experts if len(sample.completion_ids) else i
         groups.setdefault(key, []).append(i)
     return list(groups.values())
 
@@ -287,11 +293,13 @@ def pack(samples: Sequence[TrainSample], pieces: Sequence[Piece], *, alignment: 
     """The pieces in that order, then padding up to a multiple of ``alignment`` (at least one position)."""
     segments, firsts, shared = [], [], []  # token ids and first position id of each segment
     loss_positions, indices, at = [], [], 0
+    routes: list[Routes | None] = []  # of each segment
     for piece in pieces:
         start = at
         if piece.prefix:
             segments.append(samples[piece.indices[0]].prompt_ids[: piece.prefix])
             firsts.append(0)
+            routes.append(_rows_from(samples[piece.indices[0]].routes, 0, piece.prefix))
             at += piece.prefix
         for i in piece.indices:
             sample, skipped = samples[i], piece.prefix
@@ -300,6 +308,7 @@ def pack(samples: Sequence[TrainSample], pieces: Sequence[Piece], *, alignment: 
                 continue
             segments.append(np.concatenate([sample.prompt_ids[skipped:], sample.completion_ids[:-1]]))
             firsts.append(skipped)
+            routes.append(_rows_from(sample.routes, skipped, None))
             at += len(segments[-1])
             loss_positions.append(np.arange(at - len(sample.completion_ids), at))
         if piece.prefix:
@@ -308,6 +317,7 @@ def pack(samples: Sequence[TrainSample], pieces: Sequence[Piece], *, alignment: 
     if total > at:
         segments.append(np.zeros(total - at, np.int64))
         firsts.append(0)
+        routes.append(None)
     lengths = [len(segment) for segment in segments]
     rows = _rows([samples[i] for i in indices if len(samples[i].completion_ids)])
     return MicroBatch(
@@ -319,8 +329,13 @@ def pack(samples: Sequence[TrainSample], pieces: Sequence[Piece], *, alignment: 
         shared=tuple(shared),
         loss_positions=np.concatenate(loss_positions or [np.zeros(1)]).astype(np.int64),
         sample_indices=tuple(indices),
+        routes=place_routes(list(zip(lengths, routes, strict=True))),
         **rows,
     )
+
+
+def _rows_from(routes: Routes | None, start: int, end: int | None) -> Routes | None:
+    return None if routes is None else routes[start:end]
 
 
 def _rows(samples: Sequence[TrainSample]) -> dict[str, NDArray[Any]]:

@@ -24,7 +24,8 @@ class StepStats:
     ``logprob_gap_*``, ``kl_k1`` and ``kl_k3`` compare the engine's log-probs with the trainer's own at the start of the step, in
     nats: for samples of the current version that is the mismatch of the two programs, for older ones also the drift.
     ``weight_mean`` is of the importance weights after truncation or masking, as configured. ``kl_reference`` is None where the
-    loss has no KL. ``grad_norm`` is the mean over the updates, ``lr`` that of the last.
+    loss has no KL. ``routing_*`` are None where the engine told no experts: the share of the tokens that were sent to the engine's, and
+    of these in all layers the share for which the trainer would have chosen another set. ``grad_norm`` is the mean over the updates, ``lr`` that of the last.
     """
 
     loss: float
@@ -54,6 +55,8 @@ class StepStats:
     truncated_share: float = 0.0
     kl_k1: float = 0.0
     kl_reference: float | None = None
+    routing_replayed_share: float | None = None
+    routing_changed_share: float | None = None
     num_overflows: int = 0  # float16: optimizer steps that were skipped; their gradient norm counts as 0
     loss_scale: float = 1.0
 

@@ -22,11 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import structlog
-
 from common.waits import WaitTable
-
-log = structlog.get_logger()
 
 BEAT_S = 1.0
 SILENT_S = 5.0  # without a sign: the process is suspended, gone, or cut off

@@ -9,36 +9,46 @@ from collections.abc import Sequence
 import numpy as np
 
 from common.errors import TrainingError
+from services.learner.architecture import Architecture
 from services.learner.config import OptimizerConfig
 from services.learner.packing import TrainSample
+from services.learner.routes import routes_problem
 
 
-def check_samples(samples: Sequence[TrainSample], *, vocab_size: int, step: int) -> None:
+def check_samples(samples: Sequence[TrainSample], arch: Architecture, *, step: int) -> None:
     """Numbers that would poison the weights are refused before anything is computed.
 
     Raises:
-        TrainingError: a log-prob or advantage that is not finite, or a token that the model doesn't have; names the samples.
+        TrainingError: a log-prob or advantage that is not finite, or a token or expert that the model doesn't have; names the samples.
     """
     bad = [
         f"{sample.name or f'sample {i}'} has {what}"
         for i, sample in enumerate(samples)
-        if (what := _wrong(sample, vocab_size))
+        if (what := _wrong(sample, arch))
     ]
     if bad:
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise TrainingError(f"Step {step}: {'; '.join(bad[:5])}{more}. Nothing was updated.")
 
 
-def _wrong(sample: TrainSample, vocab_size: int) -> str:
+def _wrong(sample: TrainSample, arch: Architecture) -> str:
     if not math.isfinite(sample.advantage):
         return f"the advantage {sample.advantage}"
     if not np.isfinite(sample.logprobs).all():
         where = int(np.flatnonzero(~np.isfinite(sample.logprobs))[0])
         return f"the log-prob {sample.logprobs[where]} at completion token {where}"
     ids = np.concatenate([sample.prompt_ids, sample.completion_ids])
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        return f"a token outside of the vocabulary of {vocab_size}: {int(ids.min() if ids.min() < 0 else ids.max())}"
-    return ""
+    if ids.min() < 0 or ids.max() >= arch.vocab_size:
+        return (
+            f"a token outside of the vocabulary of {arch.vocab_size}: {int(ids.min() if ids.min() < 0 else ids.max())}"
+        )
+    return routes_problem(
+        sample.routes,
+        len(ids) - 1,
+        num_layers=arch.num_layers,
+        experts_per_token=arch.experts_per_token,
+        num_experts=arch.num_experts,
+    )
 
 
 def plan_updates(

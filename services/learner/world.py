@@ -243,6 +243,11 @@ def _end(error: Exception) -> NoReturn:
     leave(say(error))
 
 
+def is_between_ranks(error: BaseException) -> bool:
+    """Whether torch says that another rank did not come, or is gone."""
+    return bool(_kind(error))
+
+
 def _kind(error: BaseException) -> str:
     """``timeout`` or ``lost`` for an error of torch between ranks, '' for any other. gloo's are plain ``RuntimeError``s."""
     text = str(error)

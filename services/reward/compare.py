@@ -122,7 +122,7 @@ def _shuffled_problem(ours: list[bytes], theirs: list[bytes], compare: Compare, 
             len(line) == len(other) and all(_same_token(a, b, compare) for a, b in zip(line, other, strict=True))
         ),
     )
-    return "" if missed is None else f"No {unit} of the output is {_shown(b' '.join(missed))}."
+    return f"No {unit} of the output is {_shown(b' '.join(missed[0]))}." if missed else ""
 
 
 def _same_token(token: bytes, wanted: bytes, compare: Compare) -> bool:
@@ -338,7 +338,7 @@ def _shuffled_difference(
         sorted(missing, key=lambda item: _key(item, compare, as_json, depth + 1, rounded=True)),
         lambda a, b: _difference(a, b, compare, as_json, depth + 1) is None,
     )
-    return None if missed is None and len(extra) == len(missing) else _Difference(" any item", _Missing, missed)
+    return _Difference(" any item", _Missing, missed[0]) if missed else None
 
 
 class _Missing:
@@ -362,16 +362,17 @@ def _without_common(ours: list[tuple[Any, Any]], theirs: list[tuple[Any, Any]]) 
     return extra + [item for _, item in ours[i:]], missing + [item for _, item in theirs[j:]]
 
 
-def _unmatched(ours: list[_Item], theirs: list[_Item], same: Callable[[_Item, _Item], bool]) -> _Item | None:
-    """The first of ``theirs`` that no item of ``ours`` is left for, both sorted and of one length; ``None`` if each has one."""
+def _unmatched(ours: list[_Item], theirs: list[_Item], same: Callable[[_Item, _Item], bool]) -> list[_Item]:
+    """The first of ``theirs`` that no item of ``ours`` is left for, both sorted and of one length; none if each has one. A list, since
+    that item may be ``None``."""
     rest = ours[::-1]  # the next ones are at the end, where taking one out is cheap
     for wanted in theirs:
         stop = max(-1, len(rest) - 1 - _WINDOW)
         index = next((i for i in range(len(rest) - 1, stop, -1) if same(rest[i], wanted)), None)
         if index is None:
-            return wanted
+            return [wanted]
         del rest[index]
-    return None
+    return []
 
 
 def _key(value: Any, compare: Compare, as_json: bool, depth: int, *, rounded: bool = False) -> Any:

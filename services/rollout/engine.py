@@ -17,7 +17,8 @@ class Completion:
     """One finished completion: ``prompt_ids`` int32 [P], ``completion_ids`` int32 [C], ``logprobs`` float32 [C].
 
     ``logprobs`` are of the sampled tokens under softmax(logits / temperature) over the whole vocabulary, by the weights of the
-    token's segment.
+    token's segment. ``routes``: with ``run.routing_replay`` the experts of each token but the last, uint8 or uint16
+    [P + C - 1, layers, k], as they were when its log-prob, or for the prompt its keys and values, were computed.
     """
 
     sample_index: int
@@ -27,6 +28,7 @@ class Completion:
     text: str
     finish_reason: str
     segments: list[Segment]
+    routes: Array | None = None
 
 
 class PromptTooLong(Exception):

@@ -17,6 +17,7 @@ import numpy as np
 
 from common.errors import ForebayError
 from protocol import weights
+from protocol.codec import Array
 from protocol.messages import Sampling, SyncMember, SyncPlan
 from protocol.versions import Segment, VersionTag
 from services.rollout.config import FakeEngineConfig
@@ -28,8 +29,8 @@ class FakeEngine:
 
     num_workers = 1
 
-    def __init__(self, config: FakeEngineConfig, *, max_prompt_tokens: int) -> None:
-        self.config = config
+    def __init__(self, config: FakeEngineConfig, *, max_prompt_tokens: int, tells_routes: bool = False) -> None:
+        self.config, self._tells_routes = config, tells_routes
         self.holds = VersionTag(version=0)
         self.received: dict[str, Any] = {}
         self._max_prompt_tokens = max_prompt_tokens
@@ -81,14 +82,16 @@ class FakeEngine:
                 if is_slow:
                     is_slow = False
                     await self._next_update.wait()
+            completion_ids = (1 + (np.arange(count) * (1 + sample_index) + seed) % 7).astype(np.int32)
             yield Completion(
                 sample_index=sample_index,
                 prompt_ids=prompt_ids,
-                completion_ids=(1 + (np.arange(count) * (1 + sample_index) + seed) % 7).astype(np.int32),
+                completion_ids=completion_ids,
                 logprobs=np.full(count, self._logprob(), dtype=np.float32),
                 text=self.config.completion.replace("{sample}", f"{seed}-{sample_index}"),
                 finish_reason="stop",
                 segments=segments,
+                routes=fake_routes(prompt_ids, completion_ids) if self._tells_routes else None,
             )
 
     def _logprob(self) -> float:
@@ -139,6 +142,12 @@ class FakeEngine:
 def weight_logprob(weight: float) -> float:
     """Log-probability of every token by a policy of this weight: between -2 and -1."""
     return -1.0 - weight % 97 / 97
+
+
+def fake_routes(prompt_ids: Array, completion_ids: Array) -> Array:
+    """Of a model of 2 layers that sends a token to 2 of 256 experts: uint8 [P + C - 1, 2, 2]. ``FakePolicy`` has the same formula."""
+    first = np.concatenate([prompt_ids, completion_ids])[:-1] % 128
+    return np.stack([first, first + 128, first + 64, first], axis=1).astype(np.uint8).reshape(-1, 2, 2)
 
 
 def _is_in(text: str, prompt: str) -> bool:

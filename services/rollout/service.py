@@ -139,13 +139,14 @@ class RolloutNode:
     async def _work(self, lease: m.GenerateLease) -> None:
         """One lease: stream the group's completions out. Every end of it is told to the coordinator."""
         sends: list[asyncio.Task[None]] = []
+        limit = asyncio.timeout(lease.timeout_s)
         try:
-            async with asyncio.timeout(lease.timeout_s):
+            async with limit:
                 async for completion in self.engine.generate(
                     lease.prompt, lease.sample_indices, lease.sampling, lease.seed
                 ):
                     sends.append(asyncio.create_task(self._send(lease, completion)))
-                await asyncio.gather(*sends)
+            await asyncio.gather(*sends)  # which has a limit of its own
         except PromptTooLong as error:
             failed = m.LeaseFailed(lease_id=lease.lease_id, error=str(error), permanent=True)
             await self._tell(failed, f"acknowledgement that group {lease.group_id} is impossible")
@@ -157,8 +158,13 @@ class RolloutNode:
         except EngineDied as error:  # it would fail every lease, of healthy tasks: others take them
             self._fail(error)
         except Exception as error:  # ends this lease only, and the coordinator counts the attempt
-            log.exception("lease_failed", group=lease.group_id)
-            failed = m.LeaseFailed(lease_id=lease.lease_id, error=f"{type(error).__name__}: {error}")
+            if limit.expired():
+                why = f"not generated within coordinator.generate_timeout_s = {lease.timeout_s:g} s"
+                log.warning("lease_failed", group=lease.group_id, error=why)
+            else:
+                why = f"{type(error).__name__}: {error}"
+                log.exception("lease_failed", group=lease.group_id)
+            failed = m.LeaseFailed(lease_id=lease.lease_id, error=why)
             await self._tell(failed, f"acknowledgement that group {lease.group_id} failed")
 
     def _fail(self, error: EngineDied) -> None:
@@ -182,6 +188,8 @@ class RolloutNode:
             "completion_ids": completion.completion_ids,
             "logprobs": completion.logprobs,
         }
+        if completion.routes is not None:
+            arrays["routes"] = completion.routes
         await self._tell(
             result, f"acknowledgement of sample {completion.sample_index} of group {lease.group_id}", arrays=arrays
         )
@@ -256,7 +264,7 @@ def make_engine(run: RunConfig, config: RolloutConfig) -> Engine:
     if config.engine == "fake":
         from services.rollout.fake_engine import FakeEngine
 
-        return FakeEngine(config.fake, max_prompt_tokens=run.max_prompt_tokens)
+        return FakeEngine(config.fake, max_prompt_tokens=run.max_prompt_tokens, tells_routes=run.routing_replay)
     if not (run.model / "config.json").is_file():
         raise ConfigError(f"No Hugging Face checkpoint at {run.model.resolve()} (run.model): config.json is missing.")
     from services.rollout.vllm_engine import VllmEngine

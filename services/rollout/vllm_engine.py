@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import shutil
 import time
@@ -28,6 +29,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from common.errors import ConfigError, ForebayError
+from protocol.codec import Array
 from protocol.config import RunConfig
 from protocol.messages import Sampling, SyncMember, SyncPlan
 from protocol.versions import Segment, VersionTag
@@ -108,6 +111,8 @@ class VllmEngine:
         self._sockets = SocketFolder()
         if not torch.cuda.is_available():
             _cpu_environment(self.config)
+        if self.run.routing_replay:
+            _require_routes()
         os.environ[PARENT_ENV] = str(os.getpid())
         args = AsyncEngineArgs(
             model=str(self.run.model),
@@ -122,6 +127,7 @@ class VllmEngine:
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             seed=self.run.seed,
             use_tqdm_on_load=False,
+            enable_return_routed_experts=self.run.routing_replay,
             disable_log_stats=False,  # the ledger's count of tokens comes from the stats
         )
         return AsyncLLM.from_engine_args(args, stat_loggers=[self._counter])
@@ -170,7 +176,10 @@ class VllmEngine:
             async for output in self.llm.generate({"prompt_token_ids": prompt_ids}, params, uuid.uuid4().hex):
                 final = output
         assert final is not None
-        return _completion(sample_index, prompt_ids, final.outputs[0])
+        completion = _completion(sample_index, prompt_ids, final.outputs[0])
+        if self.run.routing_replay:
+            return dataclasses.replace(completion, routes=_routes(completion, final.outputs[0]))
+        return completion
 
     async def form_groups(self, plan: SyncPlan, member: SyncMember) -> None:
         """All workers join the senders' groups, unless they are in them already."""
@@ -237,3 +246,33 @@ def _completion(sample_index: int, prompt_ids: list[int], output: CompletionOutp
             Segment(version=int(span.version), num_tokens=span.end - span.start) for span in output.weight_versions
         ],
     )
+
+
+def _routes(completion: Completion, output: CompletionOutput) -> Array:
+    """The experts of the prompt's and the completion's tokens but the last, which nothing was computed from.
+
+    Raises:
+        ForebayError: vLLM has not told those of all these tokens.
+    """
+    routes = output.routed_experts
+    num_rows = len(completion.prompt_ids) + len(completion.completion_ids) - 1
+    if routes is None or len(routes) != num_rows:
+        raise ForebayError(
+            f"vLLM told the experts of {0 if routes is None else len(routes)} tokens of {num_rows}, and run.routing_replay needs all. "
+            "Set it to false, or report this with vLLM's version."
+        )
+    return routes
+
+
+def _require_routes() -> None:
+    """
+    Raises:
+        ConfigError: this vLLM can't say which experts it chose.
+    """
+    from vllm.triton_utils import HAS_TRITON
+
+    if not HAS_TRITON:
+        raise ConfigError(
+            "run.routing_replay: vLLM tells its experts through its second model runner alone, which needs Triton for this machine's "
+            "device (on a CPU: the package triton-cpu). Install it, or set run.routing_replay = false."
+        )

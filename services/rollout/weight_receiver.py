@@ -85,6 +85,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         finalize_layerwise_reload(self.model, self.model_config)
         self._staged = []
         _repack_tied_head(self.model)
+        _repack_experts(self.model)
 
     def shutdown(self) -> None:
         """Close all groups."""
@@ -106,3 +107,20 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
     for module in modules:
         if isinstance(module, ParallelLMHead) and module.weight.data_ptr() in embedded:
             module.quant_method.process_weights_after_loading(module)
+
+
+def _repack_experts(model: torch.nn.Module) -> None:
+    """Pack the experts' new weights for vLLM's CPU kernel.
+
+    On CPU that kernel wants its weights packed. vLLM 0.32 packs them when it builds the kernel, at the first load, and a reload leaves
+    them as they came: tokens would be sampled with shuffled experts. Elsewhere a no-op.
+    """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and method.moe_kernel is not None:
+            method.moe_kernel.fused_experts.process_weights_after_loading(module)

@@ -24,12 +24,13 @@ LAYOUTS = {
     "interleaved": {"pipeline": 2, "virtual_stages": 2},
     "data": {},
 }
+OTHER = "other-optimizer"  # tensor, from a checkpoint of the other kind of optimizer
 OPTIONS = {"max_tokens_per_microbatch": 48, "logprob_gap_alarm": None, "optimizer": {"lr": 1e-3}}
 
 
-def make_policy(model: Path, *, distributed: bool, parallel: dict) -> MegatronPolicy:
+def make_policy(model: Path, *, distributed: bool, parallel: dict, dtype: str = "float32") -> MegatronPolicy:
     optimizer = {"lr": 1e-3, "distributed": distributed}
-    config = LearnerConfig.model_validate({**OPTIONS, "parallel": parallel, "optimizer": optimizer})
+    config = LearnerConfig.model_validate({**OPTIONS, "parallel": parallel, "optimizer": optimizer, "dtype": dtype})
     return MegatronPolicy(config, model, seed=1, deterministic=True)
 
 
@@ -44,12 +45,13 @@ def go_on(model: Path, checkpoint: Path, out: Path, *, distributed: bool, parall
 
 def main() -> None:
     model, checkpoints, out = (Path(word) for word in sys.argv[1:4])
-    for distributed in (False, True):
-        for name, parallel in LAYOUTS.items():
-            kind = "distributed" if distributed else "plain"
-            folder = out / f"{kind}-{name}"
+    kinds = ["plain", "distributed"]
+    for kind, other in (kinds, reversed(kinds)):
+        for name, parallel in [*LAYOUTS.items(), (OTHER, {"tensor": 2})]:
+            folder, source = out / f"{kind}-{name}", other if name == OTHER else kind
             folder.mkdir(exist_ok=True)
-            go_on(model, checkpoints / kind / "step-00000002", folder, distributed=distributed, parallel=parallel)
+            checkpoint = checkpoints / source / "step-00000002"
+            go_on(model, checkpoint, folder, distributed=kind == "distributed", parallel=parallel)
             leave_layout()
     leave_world()
 

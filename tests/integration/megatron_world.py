@@ -40,6 +40,12 @@ def make_samples(vocab_size: int, num_samples: int = 12, seed: int = 0) -> list[
     return samples
 
 
+def random_routes(sample: TrainSample, layers: int, chosen: int, experts: int, seed: int) -> np.ndarray:
+    """Experts for each token that is computed: uint8 [P + C - 1, layers, chosen], none of them twice."""
+    order = np.random.default_rng(seed).random((sample.length - 1, layers, experts)).argsort(-1)
+    return order[..., :chosen].astype(np.uint8)
+
+
 def save_checkpoint(policy: MegatronPolicy, root: Path, step: int, extra: dict) -> Path:
     """Its folder, whole."""
     policy.begin_checkpoint(root, step, extra)
@@ -63,6 +69,11 @@ def train(model: Path, out: Path, overrides: dict, *, num_steps: int = 3) -> dic
     sent = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in policy.iter_hf_tensors()]
     assert sent == policy.plan_hf_tensors()
     seen["again"] = dataclasses.asdict(policy.train_step(samples, total_steps_done=num_steps))
+    if (arch := policy.model.arch).is_moe:
+        sizes = (arch.num_layers, arch.experts_per_token, arch.num_experts)
+        routed = [dataclasses.replace(s, routes=random_routes(s, *sizes, seed=i)) for i, s in enumerate(samples)]
+        seen["routed_logprobs"] = [part.tolist() for part in policy.logprobs(routed)]
+        seen["routed"] = dataclasses.asdict(policy.train_step(routed, total_steps_done=num_steps + 1))
     seen["sent"] = [name for name, _, _ in sent]
     seen["place"] = [policy.stage, policy.is_sender]
     return seen

@@ -14,7 +14,7 @@ from loop_harness import ROOT, Run, processes_of, task_line
 
 def forebay(*words, module="services.cli"):
     return subprocess.run(
-        [sys.executable, "-m", module, *map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", module, *map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=200
     )
 
 

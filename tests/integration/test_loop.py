@@ -12,6 +12,8 @@ import time
 
 from loop_harness import Run, assert_gone, descendants, processes_of
 
+from services.journal_reader import read_journal
+
 
 def test_roles_that_start_before_the_coordinator_join_it_and_the_run_ends_with_0_everywhere(tmp_path):
     with Run(tmp_path) as run:
@@ -48,7 +50,7 @@ def test_staleness_0_is_synchronous(tmp_path):
 
 
 def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path):
-    with Run(tmp_path, {"coordinator.max_steps": 8}, proxied=True) as run:
+    with Run(tmp_path, {"coordinator.max_steps": 8, "run.routing_replay": True}, proxied=True) as run:
         up = run.forebay("up", str(run.config_path))
         with run.held_at(2):
             run.stop_now()
@@ -63,6 +65,8 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path):
             os.kill(coordinator[0], signal.SIGKILL)  # ``up`` starts it again
         run.assert_all_exit(again)
         run.assert_finished()
+        steps = read_journal(run.journal).steps
+        assert [step["train/routing_replayed_share"] for step in steps] == [1.0] * 8
 
 
 def test_no_process_outlives_forebay_up(tmp_path):

@@ -78,7 +78,13 @@ LAYOUTS = {
     ),
     "context-tensor-sequence": Layout(4, "qwen3-moe", {"context": 2, "tensor": 2, "sequence": True}),
     "expert-tensor-sequence": Layout(4, "qwen3-moe", {"tensor": 2, "sequence": True, "expert": 2}),
-    "expert-pipeline": Layout(4, "qwen3-moe", {"pipeline": 2, "expert": 2}, optimizer={"distributed": True}),
+    "expert-pipeline": Layout(
+        4,
+        "qwen3-moe",
+        {"pipeline": 2, "expert": 2},
+        optimizer={"distributed": True},
+        recompute={"granularity": "selective", "modules": ["moe"]},
+    ),
 }
 
 
@@ -149,6 +155,16 @@ def test_a_world_trains_as_one_process_does(name: str, models, one_process, worl
             for field_name in ("entropy", "ratio_mean", "ratio_max", "logprob_gap_mean", "kl_k3"):
                 assert got[field_name] == pytest.approx(expected[field_name], rel=1e-4, abs=1e-5), field_name
             assert got["num_loss_tokens"] == expected["num_loss_tokens"]
+        if "routed" in one:  # tokens sent to given experts
+            for got, expected in zip(seen["routed_logprobs"], one["routed_logprobs"], strict=True):
+                off["logprobs"] = max(off["logprobs"], _most_off(got, expected))
+            for field_name in ("loss", "grad_norm"):
+                off[field_name] = max(off[field_name], abs(seen["routed"][field_name] - one["routed"][field_name]))
+            shares = [
+                [run["routed"][f"routing_{which}_share"] for which in ("replayed", "changed")] for run in (seen, one)
+            ]
+            assert shares[0] == pytest.approx(shares[1], abs=0.01)
+            assert shares[0][0] == 1.0
         # The step after the checkpoint is the same bit for bit when it is done again from it.
         assert {**seen["after"], "step_s": 0} == {**seen["again"], "step_s": 0}
     start, expected, trained = (

@@ -54,7 +54,7 @@ report() {{
 """
 
 
-def run_script(tmp_path: Path, body: str, *args: str, timeout_s: float = 200.0) -> tuple[dict[str, list[str]], Path]:
+def run_script(tmp_path: Path, body: str, *args: str, timeout_s: float = 400.0) -> tuple[dict[str, list[str]], Path]:
     """Install the units, run ``body``: what systemd says of each unit (state, result, exit status, restarts), and the box's folder."""
     require_systemd_box()
     if not FOREBAY.exists():
@@ -115,6 +115,7 @@ def isolations(run_dir: Path) -> set[str]:
 @pytest.mark.slow
 def test_units_are_scaled_restarted_after_a_crash_and_stopped_in_order(tmp_path: Path) -> None:
     body = """
+    echo FOREBAY_LEARNER_PROCS=2 > /etc/forebay/learner.env
     systemctl enable $all
     systemctl start forebay.target
     until_step 1

@@ -182,8 +182,10 @@ async def test_a_seeded_completion_that_is_generated_again_is_the_same(engine, m
 
 async def test_new_weights_are_used_while_requests_are_in_flight(engine, sender):
     sender.change(seed=1)
+    await sender.join(engine, sender.plan(1))  # which takes its time, and the requests go on meanwhile
+    before = engine.generated_tokens()
     in_flight = asyncio.create_task(sample(engine, 180, num_samples=8))
-    while engine.generated_tokens() < 300:  # noqa: ASYNC110 (vLLM counts in no event; until requests are well under way)
+    while engine.generated_tokens() < before + 100:  # noqa: ASYNC110 (vLLM counts in no event; until requests are under way)
         await asyncio.sleep(0.01)
     await sender.update(engine, 1)
     crossed = [c for c in await in_flight if len(c.segments) == 2]

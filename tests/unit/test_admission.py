@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.coordinator.admission import max_admitted, select_batch
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     seed=st.integers(0, 10_000),
     groups_per_step=st.integers(1, 6),

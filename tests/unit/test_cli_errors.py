@@ -27,6 +27,7 @@ def _logs_as_before():
         (["check", FAKE, "--set", "run.address=tcp://h:0"], "run.address: must be tcp://HOST:PORT"),
         (["check", FAKE, "--set", "coordinator.bind=h:1"], "coordinator.bind: must be tcp://HOST:PORT"),
         (["postmortem", "README.md"], "is not the folder of a run"),
+        (["postmortem", "deploy", "--out", "README.md"], "is not overwritten"),
         (["faults", "--kills", "0"], "more than 0"),
         (["faults", "--soak", "-1"], "more than 0"),
         (["faults", "--kills", "3", "--case", "freeze-reward"], "without --case"),

@@ -38,6 +38,17 @@ def test_a_sample_comes_back_as_it_was_sent_without_a_copy_of_its_arrays():
     assert not received.arrays["completion_ids"].flags.writeable
 
 
+ROUTES = np.arange(24, dtype=np.uint16).reshape(6, 2, 2)
+
+
+def test_an_optional_array_travels_behind_the_others_or_not_at_all():
+    received = decode(sample_frames(routes=ROUTES))
+    assert list(received.arrays) == ["prompt_ids", "completion_ids", "logprobs", "routes"]
+    assert np.array_equal(received.arrays["routes"], ROUTES)
+    assert received.arrays["routes"].dtype == np.uint16
+    assert "routes" not in decode(sample_frames()).arrays
+
+
 def test_empty_arrays_travel():
     received = decode(sample_frames(completion_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32)))
     assert received.arrays["completion_ids"].shape == (0,)
@@ -49,6 +60,13 @@ def reseal(frames):
 
 def header_of(frames, **changes):
     return seal(msgpack.packb(peek(frames[0]) | changes), frames[1:])
+
+
+def renamed(old, new):
+    """A sample with routes, one of whose arrays has another name in the header."""
+    frames = sample_frames(routes=ROUTES)
+    specs = [[new if name == old else name, *rest] for name, *rest in peek(frames[0])["arrays"]]
+    return header_of(frames, arrays=specs)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +83,9 @@ def header_of(frames, **changes):
         (reseal([*sample_frames()[:3], b"123"]), "takes 12"),
         (header_of(sample_frames(), arrays=[["prompt_ids", "object", [4]]]), "must come with arrays"),
         (header_of(sample_frames(), body={"lease_id": 5}), "field"),
+        (renamed("routes", "experts"), "must come with arrays"),
+        (renamed("logprobs", "routes"), "its frame is described by"),
+        (renamed("routes", 7), "must come with arrays"),
         ([b"\xdc" * (33 << 20)], "over the bounds"),
     ],
 )
@@ -76,6 +97,11 @@ def test_a_bad_frame_is_refused_with_a_reason(frames, words):
 def test_an_array_of_objects_never_travels():
     with pytest.raises(ProtocolError, match="doesn't travel"):
         sample_frames(logprobs=np.array([object()]))
+
+
+def test_an_array_that_the_message_does_not_know_never_travels():
+    with pytest.raises(ProtocolError, match="travels with arrays"):
+        sample_frames(weights=np.zeros(2, np.float32))
 
 
 def test_a_forged_shape_is_refused():

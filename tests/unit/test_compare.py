@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from protocol.suites import Compare
@@ -340,7 +340,14 @@ plain = st.recursive(
 )
 
 
+@pytest.mark.parametrize("expected", [[None], [None, None], [False, None], [[], None]])
+@pytest.mark.parametrize("value", [[False], [0, None], [None, False], ["", None], [None, []]])
+def test_a_missing_none_is_missing_in_any_order(value: Any, expected: Any) -> None:
+    assert same(value, expected, SHUFFLED) == (sorted(map(repr, value)) == sorted(map(repr, expected)))
+
+
 @given(plain, plain, st.sampled_from([DEFAULT, SHUFFLED]))
+@example([None, None], [None, False], SHUFFLED)
 def test_without_floats_it_does_not_matter_which_value_is_the_expected_one(a: Any, b: Any, compare: Compare) -> None:
     assert same(a, b, compare) == same(b, a, compare)
     assert same(a, b, compare, as_json=True) == same(b, a, compare, as_json=True)

@@ -1,5 +1,6 @@
 """Config: what is refused, and with which words; and that every shipped config loads."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -66,11 +67,33 @@ def test_impossible_values_are_refused(override, words):
         ("up.rollout_devices=[[0],[1]]", "up.rollout_nodes"),
         ("run.ack_timeout_s=10", "run.join_timeout_s"),
         ("coordinator.no_progress_timeout_s=10", "gives up before a lease does"),
+        ("run.routing_replay=true", "the model has no experts"),
     ],
 )
 def test_the_cross_check_says_what_to_do(override, words, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert any(words in problem for problem in cross_check(load_config(QUICKSTART, [override])))
+
+
+def test_routing_replay_wants_a_model_with_experts_on_both_sides_and_routes_that_fit_a_message(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    shape = json.loads((ROOT / "deploy/quickstart/model/config.json").read_text())
+    experts = {
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 32,
+        "head_dim": 16,
+        "num_hidden_layers": 94,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape | experts | {"model_type": "qwen3_moe"}))
+    replay = [f"run.model={tmp_path}", "run.routing_replay=true"]
+    assert cross_check(load_config(QUICKSTART, replay)) == []
+    [half] = cross_check(load_config(QUICKSTART, [*replay, "rollout.engine=fake"]))
+    assert half.startswith("run.routing_replay with rollout.engine = 'fake'")
+    assert cross_check(load_config(QUICKSTART, [*replay, "rollout.engine=fake", "learner.policy=fake"])) == []
+    [large] = cross_check(load_config(QUICKSTART, [*replay, "coordinator.groups_per_step=4096"]))
+    assert "the routes of a batch of" in large
+    assert "MiB, and an array of a message 1024" in large
 
 
 def test_overrides_are_toml_or_words():

@@ -1,5 +1,7 @@
 """The coordinator's decisions, message by message, without a socket: what goes in and what is in the outbox after it."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -23,7 +25,7 @@ class Desk:
     """A coordinator and what it said to whom."""
 
     def __init__(self, tmp_path, **changes):
-        run = RunConfig(id="r", dir=tmp_path, model=tmp_path)
+        run = RunConfig(id="r", dir=tmp_path, model=tmp_path, routing_replay=changes.pop("routing_replay", False))
         values = {"tasks": "t", "group_size": 2, "groups_per_step": 1, "max_steps": 9, "max_staleness": 1}
         tasks = [Task(task_id=str(i), prompt="p", tests=SUITE) for i in range(5)]
         self.journal = Journal(tmp_path / "j.sqlite", run_id="r")
@@ -195,6 +197,33 @@ def test_a_lease_names_its_suite_and_the_suite_comes_when_it_is_asked_for(desk):
     assert (to, answer.suite_hash) == ("judge#1", score.suite_hash)
     assert hash_of(data) == score.suite_hash
     assert parse_suite(data) == SUITE
+
+
+@pytest.mark.parametrize(
+    ("routes", "reason"),
+    [
+        (None, "without routes, but run.routing_replay = true"),
+        (np.zeros((4, 2), np.uint8), r"routes of uint8\[4, 2\], not uint8 or uint16 with 4 rows"),
+        (np.zeros((5, 2, 2), np.uint8), "with 4 rows"),
+        (np.zeros((4, 2, 2), np.int32), "routes of int32"),
+        (np.zeros((4, 3, 2), np.uint8), "another model"),
+    ],
+)
+def test_a_sample_whose_routes_can_not_be_trained_with_is_refused(tmp_path, routes, reason):
+    desk = Desk(tmp_path, routing_replay=True)
+    (_, lease), *_ = of(m.GenerateLease, desk.join("rollout", "gen"))
+    good = np.zeros((4, 2, 2), np.uint8)
+    assert of(m.Ack, desk.sample("gen#1", lease, 0, routes=good))[0][1].accepted
+    [(_, ack)] = of(m.Ack, desk.sample("gen#1", lease, 1, **({} if routes is None else {"routes": routes})))
+    assert not ack.accepted
+    assert re.search(reason, ack.reason), ack.reason
+    desk.journal.close()
+
+
+def test_routes_that_nobody_asked_for_are_refused(desk):
+    (_, lease), *_ = of(m.GenerateLease, desk.join("rollout", "gen"))
+    [(_, ack)] = of(m.Ack, desk.sample("gen#1", lease, 0, routes=np.zeros((4, 2, 2), np.uint8)))
+    assert ack.reason == "with routes, but run.routing_replay = false"
 
 
 def test_a_suite_that_no_lease_has_named_is_refused_without_ending_the_node(desk):

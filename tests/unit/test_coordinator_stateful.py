@@ -101,6 +101,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if is_reward:
             return self.world.add(Reward(self.world, f"judge{number}", life))
         holds = VersionTag(version=self.world.pool.version if fresh else 0)
+        for replaced in self.world.live(Rollout):
+            self.exact &= replaced.name != f"gen{number}" or self._has_heard(replaced)
         self.world.add(Rollout(self.world, f"gen{number}", life, holds))
 
     @rule(number=PICK)
@@ -119,7 +121,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
                 node.write_everywhere()
                 node.beat()
                 self.world.pump()
+                self.exact &= self._has_heard(node)
             else:
+                self.exact &= self._has_heard(node)
                 node.capacity = 0
                 for lease_id in list(node.leases):
                     node.give_up(lease_id, failed=False)
@@ -315,6 +319,13 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.exact &= self._knows_of_the_dead()
         self.world.crash(durable=durable, num_sent=num_sent)
 
+    def _has_heard(self, node):
+        """Whether the coordinator that lives now knows of all that the engine has told of; else it goes unheard if the engine dies."""
+        if not isinstance(node, Rollout):
+            return True
+        known = self.world.coordinator.members.by_identity(node.identity)
+        return known is not None and known.counted_tokens + known.tokens_in_flight >= max(node.beaten, node.sent)
+
     def _knows_of_the_dead(self):
         """Whether all that dead nodes generated is in the journal; else a crash lets it go unheard: they will not say it again."""
         world = self.world
@@ -372,10 +383,6 @@ class CoordinatorMachine(RuleBasedStateMachine):
 CoordinatorMachine.TestCase.settings = settings(
     max_examples=SEARCH or 200,
     stateful_step_count=50,
-    deadline=None,
-    print_blob=True,
-    derandomize=not SEARCH,
-    database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 test_the_run_goes_on_and_adds_up_whatever_happens = CoordinatorMachine.TestCase

@@ -25,6 +25,7 @@ ARRAYS = {
     "logprobs": np.array([1.5, -2.0], np.float32),
     "json_utf8": np.frombuffer(SUITE.to_json(), np.uint8),
 }
+ROUTES = np.array([[[1, 2]], [[300, 4]], [[5, 6]]], np.uint16)  # 3 tokens, 1 layer, 2 experts each
 
 EXAMPLES = [
     m.Hello(role="rollout", node_id="n", host="h", pid=1, capacity=4, holds=TAG, num_workers=1),
@@ -99,9 +100,19 @@ EXAMPLES = [
 ]
 
 
-def frames_of(message):
-    arrays = {name: ARRAYS.get(name, np.array([1, 2], np.int32)) for name in message.arrays}
+# By the kind with " with " and the array that may come with it.
+WITH_ROUTES = {f"{message.kind} with routes": message for message in EXAMPLES if message.optional_arrays == ("routes",)}
+
+
+def frames_of(message, **optional):
+    arrays = {name: ARRAYS.get(name, np.array([1, 2], np.int32)) for name in message.arrays} | optional
     return [bytes(frame).hex() for frame in encode(message, run_id="run", seq=1, re=2, arrays=arrays)]
+
+
+def examples():
+    """Name -> frames, of all that is kept."""
+    kept = {message.kind: frames_of(message) for message in EXAMPLES}
+    return kept | {name: frames_of(message, routes=ROUTES) for name, message in WITH_ROUTES.items()}
 
 
 def golden():
@@ -118,9 +129,18 @@ def test_kept_bytes_decode_to_the_message(message):
     assert decode([bytes.fromhex(frame) for frame in golden()[message.kind]]).message == message
 
 
+@pytest.mark.parametrize("name", WITH_ROUTES)
+def test_the_bytes_of_an_optional_array_are_those_that_were_kept(name):
+    assert frames_of(WITH_ROUTES[name], routes=ROUTES) == golden()[name]
+    received = decode([bytes.fromhex(frame) for frame in golden()[name]])
+    assert received.message == WITH_ROUTES[name]
+    assert np.array_equal(received.arrays["routes"], ROUTES)
+
+
 def test_every_message_has_an_example():
     assert {message.kind for message in EXAMPLES} == set(m.all_messages())
+    assert set(golden()) == set(examples())
 
 
 if __name__ == "__main__" and "--write" in sys.argv:
-    GOLDEN.write_text(json.dumps({message.kind: frames_of(message) for message in EXAMPLES}, indent=1) + "\n")
+    GOLDEN.write_text(json.dumps(examples(), indent=1) + "\n")

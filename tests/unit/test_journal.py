@@ -9,11 +9,13 @@ import pytest
 from common.errors import ConfigError, ForebayError, InvariantError
 from protocol.verdicts import JudgeResult, Verdict
 from protocol.versions import Segment
+from services.coordinator.batches import make_batch
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.cursor import TaskCursor
 from services.coordinator.journal import Journal
 from services.coordinator.pool import Pool
 from services.coordinator.records import Record
+from services.coordinator.sample_arrays import NAMES, array_parts, unpack_arrays
 
 GOOD = JudgeResult(verdict=Verdict.ACCEPTED, reward=1.0)
 BAD = JudgeResult(verdict=Verdict.WRONG_ANSWER, reward=0.0)
@@ -33,14 +35,16 @@ class Life:
     async def write(self):
         await asyncio.wait_for(self.journal.submit(self.pool.drain_records()), 20)
 
-    def add(self, group_id, index, tokens=3):
+    def add(self, group_id, index, tokens=3, **more):
         arrays = {
             "prompt_ids": np.arange(5, dtype=np.int32),
             "completion_ids": np.arange(tokens, dtype=np.int32),
             "logprobs": np.full(tokens, -0.5, np.float32),
         }
         segments = [Segment(version=self.pool.version, num_tokens=tokens)]
-        return self.pool.add_sample(group_id, index, text="x", finish_reason="stop", segments=segments, arrays=arrays)
+        return self.pool.add_sample(
+            group_id, index, text="x", finish_reason="stop", segments=segments, arrays=arrays | more
+        )
 
     def finish(self, group_id, results=(GOOD, BAD)):
         for index, result in enumerate(results):
@@ -136,6 +140,31 @@ async def test_a_batch_that_was_handed_out_is_the_same_after_a_restart(restarted
     life.finish(2)
     assert [group.group_id for group in life.pool.take_batch(1)] == first
     assert life.pool.staleness_counts == {0: 4}
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+async def test_routes_come_back_as_they_were_and_go_into_the_batch_in_order(restarted, dtype):
+    routes = np.arange(7 * 3 * 2, dtype=dtype).reshape(7, 3, 2)  # 5 + 3 tokens but the last
+    life = await restarted()
+    for group_id in (0, 1):
+        for index, result in enumerate((GOOD, BAD)):
+            life.add(group_id, index, routes=routes + 2 * group_id + index)
+            life.pool.add_result(group_id, index, result)
+    life = await restarted(life)
+    _, arrays = make_batch(1, life.pool.take_batch(1), replay=False)
+    assert arrays["routes"].dtype == dtype
+    assert np.array_equal(arrays["routes"], np.concatenate([routes + n for n in range(4)]))
+    assert arrays["logprobs"].tolist() == [-0.5] * 12
+
+
+def test_a_blob_of_too_few_bytes_is_no_sample():
+    arrays = {name: np.zeros(2, dtype) for name, dtype in zip(NAMES, ("<i4", "<i4", "<f4"), strict=True)}
+    blob = b"".join(array_parts(arrays))
+    assert "routes" not in unpack_arrays(blob, num_prompt=2, num_completion=2)
+    with pytest.raises(ValueError, match="buffer is smaller"):
+        unpack_arrays(blob[:-1], num_prompt=2, num_completion=2)
+    with pytest.raises(ValueError, match=r"25 bytes of arrays for 2 \+ 2 tokens"):
+        unpack_arrays(blob + b"x", num_prompt=2, num_completion=2)
 
 
 async def test_samples_that_no_replay_needs_leave_and_all_others_stay(restarted):
@@ -292,3 +321,9 @@ async def test_an_unknown_record_is_no_silent_loss(tmp_path):
     with pytest.raises(InvariantError, match="no such kind"):
         await journal.submit([Record("no such kind", (1,))])
     journal.close()
+
+
+def test_a_folder_that_can_not_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/file/run can't be written: Not a directory.*run\.dir"):
+        Journal(tmp_path / "file" / "run" / "journal.sqlite", run_id="r")

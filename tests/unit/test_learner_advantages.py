@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.learner.advantages import batch_advantages, dr_grpo, grpo, reinforce_pp_baseline, rloo
@@ -73,7 +73,6 @@ def test_a_batch_without_groups_has_no_advantages() -> None:
         assert batch_advantages([], kind=kind, std_floor=1e-4) == []
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=16), min_size=1, max_size=5),
     st.sampled_from(KINDS),
@@ -88,7 +87,6 @@ def test_advantages_sum_to_zero_and_keep_the_order_of_rewards(groups: list[list[
         assert (np.diff(got[order]) >= 0).all()
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=16), st.floats(-5, 5), st.sampled_from(KINDS))
 def test_a_constant_added_to_all_rewards_changes_nothing(rewards: list[float], shift: float, kind: str) -> None:
     np.testing.assert_allclose(

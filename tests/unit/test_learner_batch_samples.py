@@ -39,6 +39,14 @@ def make_batch(groups: list[list[tuple[float, int, bool]]]) -> tuple[Batch, dict
     return Batch(step=3, samples=samples), arrays
 
 
+def test_each_sample_gets_its_own_routes() -> None:
+    batch, arrays = make_batch([[(1.0, 2, False), (0.0, 3, False)]])
+    assert [sample.routes for sample in make_train_batch(batch, arrays, ObjectiveConfig()).samples] == [None, None]
+    arrays["routes"] = np.arange(7, dtype=np.uint8)[:, None, None]  # 2 + 2 - 1 and 2 + 3 - 1 rows
+    given = make_train_batch(batch, arrays, ObjectiveConfig())
+    assert [sample.routes.ravel().tolist() for sample in given.samples] == [[0, 1, 2], [3, 4, 5, 6]]
+
+
 def test_groups_without_signal_are_left_out_and_their_share_is_reported() -> None:
     batch, arrays = make_batch([[(1.0, 2, False), (0.0, 3, False)], [(1.0, 2, False), (1.0, 2, False)]])
     given = make_train_batch(batch, arrays, ObjectiveConfig())
@@ -124,3 +132,12 @@ def test_a_reward_that_is_not_finite_is_refused_and_its_sample_named() -> None:
     batch, arrays = make_batch([[(1.0, 2, False), (float("nan"), 2, False)]])
     with pytest.raises(TrainingError, match=r"Step 3: sample 1 of group 10 has the reward nan. Nothing was updated"):
         to_train_samples(batch, arrays, ObjectiveConfig())
+
+
+def test_a_log_prob_that_is_not_finite_is_no_missing_signal() -> None:
+    batch, arrays = make_batch([[(1.0, 2, False), (0.0, 2, False)], [(1.0, 2, False), (0.0, 2, False)]])
+    arrays["logprobs"][2] = np.nan
+    objective = ObjectiveConfig(kl_coef=0.1, kl_in="reward")
+    reference = lambda samples: [np.full(2, -1.0, np.float32) for _ in samples]  # noqa: E731
+    with pytest.raises(TrainingError, match=r"Step 3: sample 1 of group 10 has the KL to the start model \(k3\) nan"):
+        make_train_batch(batch, arrays, objective, reference_logprobs=reference)

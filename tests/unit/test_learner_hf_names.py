@@ -55,7 +55,7 @@ def cut(arch: Architecture, entry: hf_names.Entry, full: list[torch.Tensor], siz
     return parts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     groups=st.sampled_from([1, 2, 4, 8]),
     queries=st.sampled_from([1, 2, 4]),

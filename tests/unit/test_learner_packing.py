@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
+from services.learner.megatron.batch import pad_to
+from services.learner.megatron.context import align
 from services.learner.packing import (
     SHARING_OVERHEAD,
     Piece,
@@ -69,7 +73,6 @@ def cost(samples: list[TrainSample], pieces: list[Piece]) -> float:
     )
 
 
-@settings(deadline=None)
 @given(
     samples=groups(),
     max_tokens=st.integers(72, 200),
@@ -107,7 +110,6 @@ def test_every_sample_is_in_exactly_one_piece_within_the_budget(
                 assert len(piece.indices) == 1
 
 
-@settings(deadline=None)
 @given(samples=groups(), num_ranks=st.integers(1, 5), max_tokens=st.integers(72, 200))
 def test_sharing_never_makes_the_slowest_rank_dearer(samples, num_ranks, max_tokens) -> None:
     shared, alone = (
@@ -122,7 +124,6 @@ def test_sharing_never_makes_the_slowest_rank_dearer(samples, num_ranks, max_tok
     assert shared <= alone + 1e-6
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 64), min_size=1, max_size=60),
     num_ranks=st.integers(1, 5),
@@ -138,7 +139,6 @@ def test_ranks_differ_by_no_more_than_one_sequence_where_the_budget_is_no_obstac
     assert max(loads) - min(loads) <= sequence_cost(max(lengths), hidden_size=HIDDEN) + 1e-6
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 64), min_size=1, max_size=60),
     num_ranks=st.integers(1, 4),
@@ -152,7 +152,6 @@ def test_ranks_differ_by_no_more_than_the_dearest_micro_batch_under_any_budget(l
     assert max(loads) - min(loads) <= max(load for rank in batches for load in rank) + 1e-6
 
 
-@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 64), min_size=1, max_size=60), max_tokens=st.integers(72, 200))
 def test_the_number_of_micro_batches_is_near_the_least_possible(lengths, max_tokens) -> None:
     (plan,) = plan_microbatches(of_lengths(lengths), max_tokens=max_tokens, num_ranks=1, hidden_size=HIDDEN)
@@ -250,6 +249,32 @@ def test_a_shared_piece_by_hand() -> None:
     assert batch.labels.tolist() == [8, 4, 5, 6]
     assert batch.advantages.tolist() == [1.0, 0.5, 0.5, -1.0]
     assert batch.sample_indices == (0, 1, 2)
+
+
+def routed(made: TrainSample, first: int) -> TrainSample:
+    """Token t of it goes to the experts first + t and 100 + t, in its one layer."""
+    rows = np.arange(made.length - 1, dtype=np.uint8)
+    return dataclasses.replace(made, routes=np.stack([first + rows, 100 + rows], axis=1)[:, None])
+
+
+def test_routes_stand_where_their_tokens_do_and_padding_has_none() -> None:
+    samples = [sample([9], [8]), routed(sample([1, 2, 3], [4, 5]), 10), routed(sample([1, 2, 3], [6]), 20)]
+    batch = pack(samples, [Piece((0,)), Piece((1, 2), prefix=2)], alignment=4)
+    assert batch.tokens.tolist() == [9, 1, 2, 3, 4, 3, 0, 0]
+    assert batch.routes[:, 0, 0].tolist() == [-1, 10, 11, 12, 13, 22, -1, -1]
+    assert batch.routes[:, 0, 1].tolist() == [-1, 100, 101, 102, 103, 102, -1, -1]
+    assert pack(samples, [Piece((0,))]).routes is None
+    longer, moved = pad_to(batch, 10), align(pack(samples, [Piece((0,)), Piece((2,))]), 2, total=4)
+    assert longer.routes[:, 0, 0].tolist() == [-1, 10, 11, 12, 13, 22, -1, -1, -1, -1]
+    assert moved.tokens.tolist() == [9, 0, 0, 0, 1, 2, 3, 0]
+    assert moved.routes[:, 0, 0].tolist() == [-1, -1, -1, -1, 20, 21, 22, -1]
+
+
+def test_a_prompt_is_shared_only_by_samples_whose_prompt_went_to_the_same_experts() -> None:
+    prompt = list(range(40))
+    samples = [routed(sample(prompt, [5]), first) for first in (0, 50, 0)] + [sample(prompt, [5])]
+    (plan,) = plan_microbatches(samples, max_tokens=200, num_ranks=1, hidden_size=HIDDEN, share_prefixes=True)
+    assert sorted(piece.indices for pieces in plan for piece in pieces) == [(0, 2), (1,), (3,)]
 
 
 def test_labels_are_the_completions_in_order_of_the_samples() -> None:

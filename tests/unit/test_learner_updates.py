@@ -7,13 +7,34 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import TrainingError
+from services.learner.architecture import Architecture, Rope
 from services.learner.config import OptimizerConfig
 from services.learner.packing import Piece, TrainSample, add_columns, pack
 from services.learner.updates import check_samples, learning_rate, plan_updates
+
+ARCH = Architecture(
+    family="qwen3_moe",
+    num_layers=2,
+    hidden_size=8,
+    ffn_size=8,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=4,
+    vocab_size=10,
+    max_positions=64,
+    norm_eps=1e-6,
+    rope=Rope("default", 1e4),
+    tied_embeddings=False,
+    qkv_bias=False,
+    qk_norm=True,
+    dtype="float32",
+    num_experts=8,
+    experts_per_token=2,
+)
 
 
 def make_samples(groups: list[int]) -> list[TrainSample]:
@@ -33,7 +54,6 @@ def make_samples(groups: list[int]) -> list[TrainSample]:
     return made
 
 
-@settings(deadline=None)
 @given(
     groups=st.lists(st.integers(1, 6), min_size=1, max_size=8),
     minibatches=st.integers(1, 10),
@@ -52,7 +72,6 @@ def test_each_epoch_has_each_sample_once(groups, minibatches, epochs, seed) -> N
     assert updates == plan_updates(samples, minibatches=minibatches, epochs=epochs, seed=(seed, 1))
 
 
-@settings(deadline=None)
 @given(groups=st.lists(st.integers(1, 6), min_size=3, max_size=8), minibatches=st.integers(2, 3))
 def test_samples_of_one_prompt_stay_together_where_there_are_enough_prompts(groups, minibatches) -> None:
     samples = make_samples(groups)
@@ -80,20 +99,31 @@ def test_one_mini_batch_keeps_the_order() -> None:
         ({"logprobs": np.array([-1.0, -np.inf], np.float32)}, "the log-prob -inf at completion token 1"),
         ({"completion_ids": np.array([3, 10], np.int32)}, "a token outside of the vocabulary of 10: 10"),
         ({"prompt_ids": np.array([-1], np.int32)}, "a token outside of the vocabulary of 10: -1"),
+        ({"routes": np.zeros((3, 2, 3), np.uint8)}, r"routes of shape \[3, 2, 3\] for a model that takes \[3, 2, 2\]"),
+        ({"routes": np.full((3, 2, 2), (3, 8), np.uint8)}, "a route to expert 8 of 8"),
+        ({"routes": np.full((3, 2, 2), 7, np.uint8)}, "routes that name expert 7 twice for token 0 in layer 0"),
     ],
 )
 def test_numbers_that_would_poison_the_weights_are_refused_by_sample(change: dict, text: str) -> None:
     samples = make_samples([3])
-    check_samples(samples, vocab_size=10, step=4)
+    check_samples(samples, ARCH, step=4)
     samples[1] = dataclasses.replace(samples[1], **change)
     with pytest.raises(TrainingError, match=f"Step 4: .*{text}. Nothing was updated"):
-        check_samples(samples, vocab_size=10, step=4)
+        check_samples(samples, ARCH, step=4)
+
+
+def test_routes_into_a_model_without_experts_are_refused() -> None:
+    dense = dataclasses.replace(ARCH, num_experts=0, experts_per_token=0)
+    sample = dataclasses.replace(make_samples([1])[0], routes=np.full((2, 2, 2), (1, 0), np.uint8))
+    check_samples([sample], ARCH, step=1)
+    with pytest.raises(TrainingError, match="for a model that takes none"):
+        check_samples([sample], dense, step=1)
 
 
 def test_many_bad_samples_are_counted_not_all_listed() -> None:
     samples = [dataclasses.replace(sample, advantage=float("nan")) for sample in make_samples([9])]
     with pytest.raises(TrainingError, match="and 4 more"):
-        check_samples(samples, vocab_size=10, step=1)
+        check_samples(samples, ARCH, step=1)
 
 
 def test_columns_stand_where_the_loss_tokens_are() -> None:

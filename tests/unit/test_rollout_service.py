@@ -3,6 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from common.errors import ForebayError
@@ -11,7 +12,7 @@ from protocol import messages as m
 from protocol.config import RunConfig
 from protocol.versions import VersionTag
 from services.rollout.config import RolloutConfig
-from services.rollout.engine import EngineDied
+from services.rollout.engine import Completion, EngineDied
 from services.rollout.service import RolloutNode
 
 PLAN = m.SyncPlan(
@@ -86,3 +87,39 @@ async def test_an_engine_that_is_found_dead_during_an_update_ends_the_node(tmp_p
     await node._take_weights(plan, go)
     assert isinstance(channel.failed.exception(), EngineDied)
     assert "sync_failed" not in told, "a dead engine's node leaves; it doesn't serve on with old weights"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_the_limit_of_a_lease_is_for_the_generation_and_not_for_its_acknowledgement(tmp_path, ends):
+    class Engine:
+        holds = VersionTag(version=0)
+        num_workers = 1
+
+        def generated_tokens(self):
+            return 0
+
+        async def generate(self, prompt, sample_indices, sampling, seed):
+            ids = np.ones(1, np.int32)
+            yield Completion(0, ids, ids, np.zeros(1, np.float32), "x", "stop", [m.Segment(version=0, num_tokens=1)])
+            if not ends:
+                await asyncio.Event().wait()
+
+    told = []
+
+    async def request(message, arrays=None):
+        if isinstance(message, m.SampleResult) and ends:
+            await asyncio.sleep(0.2)
+        told.append(message)
+        return SimpleNamespace(message=m.Ack())
+
+    channel = SimpleNamespace(capacity=1, request=request)
+    run = RunConfig(id="r", dir=tmp_path, model=tmp_path)
+    node = RolloutNode(run, RolloutConfig(engine="fake"), Engine(), channel, WaitTable())
+    sampling = m.Sampling(max_tokens=1, temperature=1.0)
+    lease = m.GenerateLease(
+        lease_id="l", group_id=1, task_id="t", prompt="p", sample_indices=[0], sampling=sampling, seed=0, timeout_s=0.1
+    )
+    await node._work(lease)
+    failed = [message.error for message in told if isinstance(message, m.LeaseFailed)]
+    assert failed == ([] if ends else ["not generated within coordinator.generate_timeout_s = 0.1 s"])
+    assert any(isinstance(message, m.SampleResult) for message in told)

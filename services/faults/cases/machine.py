@@ -37,7 +37,7 @@ class SmallDisk:
         if allowed.returncode:
             raise NotRun(f"no mount namespace for a small disk: {allowed.stderr.strip()}")
         self._holder = run.spawn("disk", ["unshare", "-Urm", "sh", "-c", script, str(folder)])
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while "ready" not in self._holder.output():
             if self._holder.process.poll() is not None or time.monotonic() > deadline:
                 raise NotRun(f"no tmpfs in a mount namespace: {self._holder.output().strip()}")

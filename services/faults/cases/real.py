@@ -58,7 +58,8 @@ class Leftovers:
         """Those that are left now."""
         unheld = self._all() - self._before
         held = _held_open()
-        return {path for path in unheld if str(path) not in held and str(path.parent / "lock") not in held}
+        left = {path for path in unheld if str(path) not in held and str(path.parent / "lock") not in held}
+        return left & self._all()  # what others of this machine removed meanwhile was in use
 
 
 def _held_open() -> set[str]:

@@ -23,15 +23,18 @@ class PackedSequences(PackedSeqParams):
     """Megatron's parameters of a packed micro-batch, and what our layers need beside them.
 
     ``segments``: where attention is causal, and what is shared. ``cos_sin``: of the positions, by ``rotary``. ``rows``: the completion
-    tokens whose log-probs the last pipeline stage returns.
+    tokens whose log-probs the last pipeline stage returns. ``routes``: int16[t, layers, k] of this rank's positions, see ``routing``.
     """
 
     segments: Segments | None = None
     cos_sin: tuple[Tensor, Tensor] | None = None
     rows: LossRows | None = None
+    routes: Tensor | None = None
 
     @classmethod
-    def of(cls, segments: Segments, cos_sin: tuple[Tensor, Tensor], rows: LossRows) -> PackedSequences:
+    def of(
+        cls, segments: Segments, cos_sin: tuple[Tensor, Tensor], rows: LossRows, routes: Tensor | None = None
+    ) -> PackedSequences:
         """Transformer Engine's attention reads the inherited fields; ours does not."""
         longest = max(segments.lengths)
         return cls(
@@ -43,6 +46,7 @@ class PackedSequences(PackedSeqParams):
             segments=segments,
             cos_sin=cos_sin,
             rows=rows,
+            routes=routes,
         )
 
 

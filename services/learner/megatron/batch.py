@@ -19,6 +19,7 @@ from services.learner.megatron.rotary import Rotary
 from services.learner.megatron.segments import Segments
 from services.learner.megatron.vocab import LossRows
 from services.learner.packing import MicroBatch, pack
+from services.learner.routes import move_routes
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,12 @@ class DeviceBatch:
         temperature: float,
         entropy_gradient: bool,
         context: tuple[int, int] = (0, 1),
+        sequence: tuple[int, int] = (0, 1),
     ) -> DeviceBatch:
         """Copies the arrays to the device of ``rotary``. ``dtype``: of the activations. The rest: see ``LossRows``.
 
         ``context``: this rank of so many that share the positions of an aligned ``batch``; the arrays of rows are whole all the same.
+        ``sequence``: the same of the ranks that share the positions outside of attention.
         """
         device = rotary.inv_freq.device
 
@@ -69,6 +72,7 @@ class DeviceBatch:
         if cut is not None:
             loss_positions, loss_labels = cut.row_positions, labels[cut.rows] if len(cut.rows) else labels[:1]
         rows = LossRows(loss_positions, loss_labels, vocab_size, temperature, entropy_gradient, cut)
+        routes = None if batch.routes is None else move(np.array_split(batch.routes[mine], sequence[1])[sequence[0]])
         return cls(
             tokens=move(batch.tokens[mine])[None],
             position_ids=position_ids[None],
@@ -76,7 +80,7 @@ class DeviceBatch:
             loss_mask=move(batch.loss_mask),
             behaviour_logprobs=move(batch.behaviour_logprobs),
             advantages=move(batch.advantages),
-            packed=PackedSequences.of(segments, rotary.cos_sin(position_ids, dtype), rows),
+            packed=PackedSequences.of(segments, rotary.cos_sin(position_ids, dtype), rows, routes),
             slots=torch.zeros(len(batch.labels), dtype=torch.int64, device=device)
             if batch.slots is None
             else move(batch.slots),
@@ -110,4 +114,5 @@ def pad_to(batch: MicroBatch, length: int) -> MicroBatch:
         tokens=np.append(batch.tokens, np.zeros(padding, np.int64)),
         position_ids=np.append(batch.position_ids, np.arange(padding)),
         cu_seqlens=np.append(batch.cu_seqlens, length).astype(np.int32),
+        routes=move_routes(batch.routes, np.arange(len(batch.tokens)), length),
     )

@@ -50,6 +50,8 @@ from services.learner.megatron.mcore import (
     save_preprocess,
 )
 from services.learner.megatron.model import BuiltModel
+from services.learner.megatron.optimizer_kinds import adam_step, kind, merged, rename, set_adam_step
+from services.learner.world import is_between_ranks
 
 FORMAT = 2
 MANIFEST = "checkpoint.json"
@@ -174,16 +176,10 @@ class Checkpointer:
         manifest = read_manifest(path)
         layout = _layout(self._model, self._optimizer)
         _check_model(manifest, _model_record(self._model), path)
-        for what in ("dtype", "distributed_optimizer"):
-            if manifest["layout"][what] != layout[what]:
-                raise ConfigError(
-                    f"The checkpoint {path} was written with {what} = {manifest['layout'][what]}; this run has {layout[what]}."
-                    " Resume with what it was written by, or export it (forebay export) and start anew from there."
-                )
         wanted = _sharded_state(self._model, self._optimizer, is_loading=True)
         if manifest["layout"] == layout:
             wanted["rng"] = _rng(self._model)
-        loaded = _read(path, wanted)
+        loaded = _read(path, wanted) if kind(manifest["layout"]) == kind(layout) else self._read_other(path, wanted)
         for v, chunk in enumerate(self._model.chunks):
             chunk.load_state_dict(loaded[f"model{v}"])
         _load_optimizer(self._optimizer, loaded["optimizer"])
@@ -194,6 +190,20 @@ class Checkpointer:
         else:
             log.info("layout_changed", was=manifest["layout"], now=layout)
         return manifest["step"], manifest["extra"]
+
+    def _read_other(self, path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+        """As ``_read``, from a checkpoint of an optimizer of another kind."""
+        saved, own = kind(read_manifest(path)["layout"]), kind(_layout(self._model, self._optimizer))
+        log.info("optimizer_changed", was=saved, now=own)
+        rename(wanted, saved=saved, own=own)
+        own_state = wanted.pop("optimizer")
+        loaded = _read(path, wanted)
+        state = merged(
+            own_state, _read(path, {"tensors": own_state})["tensors"]
+        )  # apart: a tensor may be parameter and master
+        for part in [state] if len(self._optimizer.chained_optimizers) == 1 else state.values():
+            set_adam_step(part, adam_step(loaded["optimizer"]), distributed=own[1])
+        return {**loaded, "optimizer": state}
 
 
 def load_weights(model: BuiltModel, path: Path) -> None:
@@ -353,6 +363,8 @@ def _read(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
         cause: Any = error
         if isinstance(error, dcp.api.CheckpointException) and error.failures:
             cause, _ = next(iter(error.failures.values()))  # of the first rank that failed
+        if is_between_ranks(error):
+            raise
         raise ConfigError(
             f"The checkpoint {path} is damaged or not whole: {type(cause).__name__}: {str(cause)[:500]}."
             " Move its folder away, and the run goes on from the one before it."

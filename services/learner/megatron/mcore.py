@@ -57,7 +57,7 @@ with warnings.catch_warnings(), _compiled_when_called():
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException
     from megatron.core.dist_checkpointing.core import save_config as save_checkpoint_config
-    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
     from megatron.core.dist_checkpointing.strategies.torch import (
         MCoreSavePlanner,
@@ -84,6 +84,7 @@ with warnings.catch_warnings(), _compiled_when_called():
         ColumnParallelLinear,
         RowParallelLinear,
         VocabParallelEmbedding,
+        checkpoint,
         gather_from_sequence_parallel_region,
         model_parallel_cuda_manual_seed,
         set_tensor_model_parallel_attributes,
@@ -122,6 +123,11 @@ with warnings.catch_warnings(), _compiled_when_called():
 # 0.19 says at each model that GPTModel gives way to HybridModel. Both ends of our range have GPTModel.
 logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(
     lambda record: "GPTModel IS DEPRECATED" not in record.getMessage()
+)
+
+# 0.16 knows Megatron's own MoE layer by its class, and says so of ours, which inherits from it; both then take the default groups.
+logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(
+    lambda record: "Unknown MLP type" not in record.getMessage()
 )
 
 # What torch says of how Megatron loads a checkpoint; the last two of 0.19, whose ranks read without asking each other.
@@ -168,6 +174,7 @@ __all__ = [
     "SequentialMLP",
     "ShardedObject",
     "ShardedTensor",
+    "ShardedTensorFactory",
     "StrictHandling",
     "TransformerBlockSubmodules",
     "TransformerConfig",
@@ -175,6 +182,7 @@ __all__ = [
     "TransformerLayerSubmodules",
     "VocabParallelEmbedding",
     "by_checkpoint_key",
+    "checkpoint",
     "clip_grad_by_total_norm_fp32",
     "dist_checkpointing",
     "finalize_model_grads",

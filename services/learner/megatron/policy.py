@@ -40,6 +40,7 @@ from services.learner.megatron.model import build_model, build_optimizer, choose
 from services.learner.megatron.offload import DeviceMemory
 from services.learner.megatron.reference import ReferenceWeights
 from services.learner.megatron.rotary import Rotary
+from services.learner.megatron.routing import take_counts
 from services.learner.megatron.spec import LOCAL, parts_for
 from services.learner.packing import MicroBatch, TrainSample, add_columns, pack, plan_microbatches
 from services.learner.policy import StepStats
@@ -133,7 +134,7 @@ class MegatronPolicy:
                 unless the message says that some optimizer steps of several were done.
         """
         start, step, objective = time.perf_counter(), total_steps_done + 1, self.config.objective
-        check_samples(samples, vocab_size=self.model.arch.vocab_size, step=step)
+        check_samples(samples, self.model.arch, step=step)
         samples = [sample for sample in samples if len(sample.completion_ids)]
         if not samples:
             raise TrainingError(f"Step {step} has no loss tokens: all its completions are empty. Nothing was updated.")
@@ -146,9 +147,11 @@ class MegatronPolicy:
             so_far = f"{number} of its {len(updates)} optimizer steps were done" if number else "nothing was updated"
             done.append(self._update([samples[i] for i in indices], step, so_far, check_gap=len(updates) == 1))
         totals = functools.reduce(lambda a, b: a + b, (update.totals for update in done))
+        replayed = self._replayed_shares(samples)
         has_kl = objective.has_reference and objective.kl_in == "loss"
         return StepStats(
             **totals.means(),
+            **replayed,
             grad_norm=sum(update.grad_norm for update in done) / len(done),
             lr=done[-1].lr,
             num_samples=len(samples),
@@ -211,12 +214,12 @@ class MegatronPolicy:
         return _Update(totals, grad_norm, lr, len(batches) * self.ranks.data_size, overflowed=norm is None)
 
     def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
-        """As ``logprobs``, by the start model. Only with ``objective.kl_coef`` over 0."""
+        """As ``logprobs``, by the start model, which chooses its own experts. Only with ``objective.kl_coef`` over 0."""
         if self.reference is None:
             raise InvariantError("The start model's weights are only kept where objective.kl_coef is over 0.")
         self.memory.need_weights()
         with self.reference.in_place():
-            return self.logprobs(samples)
+            return self.logprobs([dataclasses.replace(sample, routes=None) for sample in samples])
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
@@ -297,6 +300,7 @@ class MegatronPolicy:
             temperature=self.temperature,
             entropy_gradient=self.config.objective.entropy_coef != 0.0,
             context=(self.ranks.context, self.ranks.context_size),
+            sequence=(self.ranks.tensor, self.ranks.tensor_size) if self.config.parallel.sequence else (0, 1),
         )
 
     def _run_schedule(
@@ -377,6 +381,20 @@ class MegatronPolicy:
         dist.all_reduce(sums)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         return Totals.of(sums.tolist(), maxima.tolist())
+
+    def _replayed_shares(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        """Fields of ``StepStats``, of the step just done; none where the engine told no routes."""
+        num_tokens = sum(sample.length for sample in samples if sample.routes is not None)
+        if not num_tokens:
+            return {}
+        # Each rank has counted the tokens that its routers saw, and no two of them the same.
+        counts = torch.tensor(take_counts(self.model.chunks), dtype=torch.float64, device=self.device)
+        dist.all_reduce(counts)
+        replayed, other = counts.tolist()
+        return {
+            "routing_replayed_share": num_tokens / sum(sample.length for sample in samples),
+            "routing_changed_share": other / max(1.0, replayed),
+        }
 
     def _check_gap(self, gap: float, step: int) -> None:
         alarm = self.config.logprob_gap_alarm

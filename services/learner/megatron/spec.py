@@ -22,7 +22,6 @@ from services.learner.megatron.mcore import (
     MegatronModule,
     MLPSubmodules,
     ModuleSpec,
-    MoELayer,
     MoESubmodules,
     RowParallelLinear,
     SelfAttention,
@@ -35,6 +34,7 @@ from services.learner.megatron.mcore import (
     get_bias_dropout_add,
     get_num_layers_to_build,
 )
+from services.learner.megatron.routing import ReplayLayer, ReplayMoE
 
 
 class RMSNorm(torch.nn.Module):
@@ -162,7 +162,7 @@ def block_spec(config: TransformerConfig, parts: Parts, vp_stage: int | None) ->
         ),
     )
     layer = ModuleSpec(
-        module=TransformerLayer,
+        module=TransformerLayer if config.num_moe_experts is None else ReplayLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=parts.norm,
             self_attention=attention,
@@ -182,4 +182,4 @@ def _mlp_spec(config: TransformerConfig, parts: Parts) -> ModuleSpec:
     if config.num_moe_experts is None:
         return ModuleSpec(module=MLP, params={"ffn_hidden_size": config.ffn_hidden_size}, submodules=linears)
     experts = ModuleSpec(module=SequentialMLP, submodules=linears)
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
+    return ModuleSpec(module=ReplayMoE, submodules=MoESubmodules(experts=experts))

@@ -23,8 +23,8 @@ from typing import Self
 from harness.requirements import find_program, require_programs, require_root
 from harness.runs import free_port, tie_to_parent
 
-START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 200.0
+STOP_TIMEOUT_S = 60.0
 CPUS_PER_NODE = 4  # what the nodes say that they have: jobs are placed by it, and nothing is pinned
 
 # Process 1 of the namespace only waits: it reaps what jobs leave, and when it is killed the kernel ends all the others.

@@ -17,7 +17,7 @@ from harness.runs import ROOT, tie_to_parent
 
 BOOT_SCRIPT = Path(__file__).with_name("systemd_box.sh")
 SYSTEMD = "/lib/systemd/systemd"  # where Debian's and, through the merged /usr, all others' package has it
-BOOT_TIMEOUT_S = 30.0  # for all but the script: boot and shut-down take half a second on an idle machine
+BOOT_TIMEOUT_S = 100.0  # for all but the script: boot and shut-down take half a second on an idle machine
 NAMESPACES = ["--fork", "--kill-child", "--pid", "--mount", "--mount-proc", "--cgroup", "--uts", "--ipc"]
 
 
