@@ -227,7 +227,10 @@ class Proxy:
             identity, *frames = frames
             if identity not in self._backs:
                 back = self._context.socket(zmq.DEALER)
-                back.setsockopt(zmq.IDENTITY, identity)
+                if (
+                    identity[:1] != b"\0"
+                ):  # a tool has no name; those that begin with 0 are ZeroMQ's own, and two of them end a ROUTER
+                    back.setsockopt(zmq.IDENTITY, identity)
                 back.setsockopt(zmq.RECONNECT_IVL, 50)
                 back.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
                 back.connect(self.target)
