@@ -117,9 +117,17 @@ def _headline(status: Status) -> RenderableType:
         f"buffer: {groups['ready']} ready, {groups['open']} open, {groups['batched']} in training",
         f"groups: {ledger['groups_admitted']:,} admitted, {ledger['groups_trained']:,} trained, "
         f"{ledger['groups_filtered']:,} filtered, {ledger['groups_failed']:,} failed",
-        "",
+        routing(last),
     )
     return table
+
+
+def routing(row: dict[str, Any]) -> str:
+    """Of a step whose samples came with routes: how many tokens went where the engine sent them, and what that changed; else ''."""
+    if "train/routing_replayed_share" not in row:
+        return ""
+    replayed, changed = (_show(row, f"train/routing_{which}_share", "{:.1%}") for which in ("replayed", "changed"))
+    return f"routes replayed: {replayed} of the tokens; other experts than the trainer's own: {changed}"
 
 
 def _nodes(status: Status, rate: dict[str, float]) -> RenderableType:
@@ -184,6 +192,8 @@ def _outcome(summary: Status, log_dir: str) -> RenderableType:
     gaps = [row["train/logprob_gap_mean"] for row in summary["steps"] if "train/logprob_gap_mean" in row]
     if gaps:
         table.add_row("log-prob gap", f"{fmean(gaps):.4f} nats per token on average, {max(gaps):.4f} at most")
+    if replayed := routing(summary["steps"][-1] if summary["steps"] else {}):
+        table.add_row("routing, last step", replayed)
     if summary["num_tasks_out"]:
         task_id, reason = [*summary["tasks_out"].items()][-1]
         table.add_row("tasks that are out", f"{summary['num_tasks_out']}; the last one, {task_id}: {reason[:200]}")

@@ -29,9 +29,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 HEAVY = {
     "test_bench_learner", "test_bench_staleness", "test_learner_objectives", "test_megatron_checkpoint", "test_megatron_context",
-    "test_megatron_families",
-    "test_megatron_memory", "test_megatron_packing", "test_megatron_policy", "test_megatron_world", "test_quickstart", "test_resume_equal",
-    "test_vllm_engine",
+    "test_megatron_families", "test_megatron_memory", "test_megatron_packing", "test_megatron_policy", "test_megatron_routing",
+    "test_megatron_world", "test_quickstart", "test_resume_equal", "test_vllm_engine", "test_vllm_moe",
 }  # fmt: skip
 JUDGE = {
     "test_agreement", "test_attacks", "test_bad_jobs", "test_hacks", "test_judge_commands", "test_judging", "test_reports", "test_soak",

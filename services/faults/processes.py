@@ -42,7 +42,8 @@ class Role:
     ) -> None:
         """``warm``: forked from a process that has the imports already, where ``argv`` is that of a role (see ``warm.py``)."""
         self.name, self.log, self.argv = name, log, argv
-        self._log_start = log.stat().st_size if log.exists() else 0
+        log.touch()  # whoever looks early finds it empty
+        self._log_start = log.stat().st_size
         self.process: subprocess.Popen[bytes] | WarmProcess
         if warm and argv[1] == "-m" and argv[2] in _ROLES:
             self.process = nursery().start(argv, str(log), env or {})

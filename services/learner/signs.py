@@ -104,7 +104,7 @@ def behind(signs: Sequence[Sign]) -> list[Sign]:
     """
     if silent := [sign for sign in signs if sign.age_s > SILENT_S]:
         return silent
-    first = min(sign.phase for sign in signs)
+    first = min((sign.phase for sign in signs), default=0)
     late = [sign for sign in signs if sign.phase == first]
     working = [sign for sign in late if not sign.collective]
     found = working or late

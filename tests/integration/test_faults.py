@@ -42,15 +42,13 @@ def test_an_interrupted_suite_leaves_no_process(tmp_path, signum):
     words = ["faults", "--case", "freeze-rollout", "--keep", str(tmp_path)]
     suite = Role("suite", [sys.executable, "-m", "services.cli", *words], tmp_path / "suite.log")
     try:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "freeze-rollout" / "a.log").exists():
+        deadline = time.monotonic() + 200
+        while len(children := descendants(suite.pid)) < 4:  # the warm one, and three roles
             assert time.monotonic() < deadline, suite.tail()
             time.sleep(0.1)
-        children = descendants(suite.pid)
-        assert len(children) >= 4
         suite.signal(signum)
-        assert suite.exit_code(30) == (130 if signum != signal.SIGKILL else -signal.SIGKILL)
-        assert_gone(children, within_s=15)
+        assert suite.exit_code() == (130 if signum != signal.SIGKILL else -signal.SIGKILL)
+        assert_gone(children, within_s=60)
     finally:
         suite.reap()
     if signum != signal.SIGKILL:

@@ -104,19 +104,15 @@ def world_of(run, *, num_ranks):
 
 
 def test_the_ranks_of_a_learner_survive_a_batch_that_takes_longer_than_their_limit(tmp_path):
-    changes = {
-        "learner.wait_timeout_s": 3,
-        "coordinator.max_steps": 2,
-        "coordinator.max_staleness": 0,
-        "coordinator.bypass_window": 0,
-        "rollout.fake.tokens_per_s": 1,  # 8 tokens each, 2 completions one after the other: 16 s a group
-        "coordinator.generate_timeout_s": 50,
-    }
-    with Run(tmp_path, changes) as run:
+    with Run(tmp_path, {"learner.wait_timeout_s": 12, "coordinator.max_steps": 1}, proxied=True) as run:
+        batch = run.proxy.add("hold", "batch", count=None)
         roles = [run.start("coordinator"), run.start("reward"), run.start("rollout"), world_of(run, num_ranks=2)]
+        batch.wait()
+        time.sleep(2 * 12 + 1)
+        run.proxy.release(batch)
         run.assert_all_exit(*roles)
         summary = run.assert_finished()
-        assert max(step["time/wait_batch_s"] for step in summary["steps"]) > 2 * 3, "or this shows nothing"
+        assert summary["steps"][0]["time/wait_batch_s"] > 2 * 12, "or this shows nothing"
 
 
 def test_a_rank_that_stands_still_within_a_step_ends_its_world_with_the_wait_and_what_it_was_at(tmp_path):
@@ -136,7 +132,8 @@ def test_a_rank_that_stands_still_within_a_step_ends_its_world_with_the_wait_and
         assert f"for train step {step}" in words
         assert "from rank 1, and it did not come. The limit is learner.wait_timeout_s" in words
         assert f"rank 1 (pid {second} on " in words
-        assert "gives no sign since 1" in words
+        assert (since := re.search(r"gives no sign since (\d+)", words))
+        assert int(since[1]) >= 10
         assert f"when it was at train step {step}" in words
         assert {path.name.rpartition("-")[0] for path in run.run_dir.glob("reports/*")} >= {"learner", "learner-rank1"}
         run.assert_all_exit(run.stop(), *roles)
@@ -194,7 +191,11 @@ def test_a_step_whose_commit_comes_after_the_coordinators_end_is_discarded_and_t
         assert [event["step"] for event in roles["learner"].events("step_discarded")] == [2]
         assert run.summary()["version"] == 1
         assert 2 not in steps_of(run), "the coordinator would refuse a learner that is ahead of it"
-        run.assert_all_exit(*(run.start(role) for role in ("coordinator", "reward", "rollout", "learner")))
+        nodes = [run.start(role) for role in ("coordinator", "reward", "rollout")]
+        run.wait_for_nodes(
+            "reward", "rollout"
+        )  # the two steps that are left need no verdict: the run could end without them
+        run.assert_all_exit(*nodes, run.start("learner"))
         run.assert_finished()
 
 

@@ -77,5 +77,5 @@ def test_no_process_outlives_forebay_up(tmp_path):
         assert len(pids) >= 4
         up.signal(signal.SIGINT)
         assert up.exit_code() == 130
-        assert_gone(pids, within_s=15)
+        assert_gone(pids, within_s=60)
         assert not processes_of(tmp_path)

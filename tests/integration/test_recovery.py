@@ -17,9 +17,8 @@ def test_work_at_hand_survives_a_restart_of_the_coordinator(tmp_path):
     }
     with Run(tmp_path, changes, proxied=True) as run:
 
-        def only_first(
-            num_groups,
-        ):  # the results of the others don't arrive: the coordinator dies while they are at hand
+        def only_first(num_groups):
+            """The results of the others don't arrive, so that the coordinator dies while they are at hand."""
             run.proxy.clear()
             run.proxy.add(
                 "drop", "sample_result", count=None, where=lambda seen: body_of(seen)["group_id"] >= num_groups

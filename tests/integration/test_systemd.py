@@ -80,7 +80,11 @@ def test_a_run_by_the_unit_files_finishes_and_every_unit_ends_well(tmp_path: Pat
     until_over $all
     report
     """
-    units, box = run_script(tmp_path, body)
+    slowly = (
+        "coordinator.max_steps=4",
+        "learner.fake_step_s=3",
+    )  # so that it does not end before its second rollout node is up
+    units, box = run_script(tmp_path, body, *slowly)
     assert len(units) == 5
     for unit, state in units.items():
         assert state == ["inactive", "success", "0", "0"], unit

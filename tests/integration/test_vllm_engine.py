@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 import torch
 
+from common.errors import ConfigError
 from protocol import messages as m
 from protocol import weights
 from protocol.config import RunConfig
@@ -178,6 +179,20 @@ async def test_a_seeded_completion_that_is_generated_again_is_the_same(engine, m
     others, rest = await asyncio.gather(tokens_by_index(engine, range(4), seed=99), tokens_by_index(engine, [1, 3], 5))
     assert rest == {1: group[1], 3: group[3]}
     assert others != group
+
+
+async def test_an_engine_that_can_not_tell_its_experts_says_what_it_lacks(model_dir):
+    from vllm.triton_utils import HAS_TRITON
+
+    from services.rollout.vllm_engine import VllmEngine
+
+    if HAS_TRITON:
+        pytest.skip("this vLLM can tell its experts")
+    run = RunConfig(id="t", model=model_dir, max_prompt_tokens=64, max_completion_tokens=20, routing_replay=True)
+    other = VllmEngine(run, RolloutConfig(num_threads=1))
+    with pytest.raises(ConfigError, match=r"run\.routing_replay: vLLM tells its experts .* triton-cpu"):
+        await other.start()
+    await other.close()
 
 
 async def test_new_weights_are_used_while_requests_are_in_flight(engine, sender):

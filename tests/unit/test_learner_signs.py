@@ -5,8 +5,14 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
+import time
 
-from services.learner.signs import SILENT_S, Progress, Sign, Word, behind, whereabouts
+import torch.distributed as dist
+
+from common.errors import TrainingError
+from common.waits import WaitTable
+from services.learner import signs as module
+from services.learner.signs import SILENT_S, Progress, Sign, Signs, Word, behind, whereabouts
 
 
 def sign(rank: int, **changes) -> Sign:
@@ -41,6 +47,7 @@ def test_ranks_of_an_earlier_phase_are_behind_and_of_them_those_that_work() -> N
 def test_nobody_is_behind_where_all_work_or_all_sit_in_the_same_phase() -> None:
     assert late(sign(0), sign(1)) == []
     assert late(sign(0, collective=False), sign(1, collective=False)) == []
+    assert late() == [], "before rank 0 has looked"
 
 
 def test_a_word_names_the_ranks_and_what_they_are_at_and_travels() -> None:
@@ -95,3 +102,38 @@ def test_a_call_of_torch_distributed_is_named_with_who_called_it(tmp_path) -> No
         exec(compile(code, str(tmp_path / file), "exec"), calls)
     calls["sums"]()
     assert seen == [("all_reduce of sums (policy.py:2)", True)]
+
+
+def test_a_silent_rank_is_a_wait_of_rank_0_until_it_is_back_and_a_failure_reaches_the_others(monkeypatch) -> None:
+    monkeypatch.setattr(module, "BEAT_S", 0.05)
+    monkeypatch.setattr(module, "SILENT_S", 0.5)
+    store, waits, lost = dist.HashStore(), WaitTable(), []
+
+    def start(rank: int) -> Signs:
+        progress = Progress()
+        progress.phase(f"step {rank}")
+        return Signs(store, progress, waits, rank=rank, size=2, timeout_s=60, lose=lost.append)
+
+    zero, one = start(0), start(1)
+    zero.start()
+    one.start()
+    one.close()
+    until(lambda: [(wait.what, wait.on) for wait in waits.snapshot()] == [("step 0 (last sign: step 1)", "rank 1")])
+    assert zero.word.on == "rank 1"
+    assert "gives no sign since" in zero.word.text
+    back = start(1)
+    back.start()
+    until(lambda: not waits.snapshot())
+    assert lost == []
+    back.close()
+    back.tell_failed(TrainingError("the loss is nan"))
+    until(lambda: lost == ["rank 1: the loss is nan"])
+    zero.close()
+
+
+def until(is_so) -> None:
+    """Poll."""
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline, "never so"
+        time.sleep(0.01)

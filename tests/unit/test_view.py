@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from services import view, waits
-from services.view import learner_time
+from services.view import learner_time, routing
 
 
 def test_the_learners_time_is_split_into_its_parts():
@@ -17,6 +17,14 @@ def test_the_learners_time_is_split_into_its_parts():
     assert learner_time(steps) == "60% training, 30% waiting for batches, 10% publishing"
     assert learner_time([]) == ""
     assert learner_time([{"step": 1}]) == ""
+
+
+def test_what_replayed_routes_changed_is_shown_where_there_are_some():
+    row = {"train/routing_replayed_share": 1.0, "train/routing_changed_share": 0.0312}
+    assert routing(row) == "routes replayed: 100.0% of the tokens; other experts than the trainer's own: 3.1%"
+    assert routing(row | {"train/routing_changed_share": 0.0}).endswith("0.0%")
+    assert "own: -" in routing({"train/routing_replayed_share": 1.0})
+    assert routing({}) == ""
 
 
 def test_waits_are_a_table_with_what_is_left_and_circles_below():

@@ -257,6 +257,8 @@ def transformer_config(
         warnings.filterwarnings(
             "ignore", message="If you are using transformer_engine as the transformer implementation"
         )
+        # Its advice to route in float32: the engines route in the model's dtype, and so does the trainer.
+        warnings.filterwarnings("ignore", message="Using a large number of experts")
         return TransformerConfig(
             num_layers=arch.num_layers,
             hidden_size=arch.hidden_size,
