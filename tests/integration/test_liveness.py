@@ -203,7 +203,7 @@ def test_a_step_whose_commit_still_reaches_the_coordinator_is_kept_without_a_pub
     def has_its_batch(beat):
         return not any(wait["what"].startswith("the batch") for wait in body_of(beat)["waits"])
 
-    with Run(tmp_path, {"learner.fake_step_s": 3, "coordinator.max_steps": 1000}, proxied=True) as run:
+    with Run(tmp_path, {"learner.fake_step_s": 6, "coordinator.max_steps": 1000}, proxied=True) as run:
         second = run.proxy.when("batch", lambda _: None, skip=1)
         roles = run.start_all()
         second.wait()
