@@ -227,9 +227,9 @@ class Proxy:
             identity, *frames = frames
             if identity not in self._backs:
                 back = self._context.socket(zmq.DEALER)
-                if (
-                    identity[:1] != b"\0"
-                ):  # a tool has no name; those that begin with 0 are ZeroMQ's own, and two of them end a ROUTER
+                # One that our ROUTER made up (they begin with 0) could be the coordinator's next one, too: each counts from the same number
+                # in every process, and libzmq aborts the process that finds its own number taken. It makes up another one.
+                if not identity.startswith(b"\0"):
                     back.setsockopt(zmq.IDENTITY, identity)
                 back.setsockopt(zmq.RECONNECT_IVL, 50)
                 back.setsockopt(zmq.RECONNECT_IVL_MAX, 500)

@@ -70,6 +70,21 @@ def test_without_rules_all_passes_in_both_directions_and_is_seen(line):
     ]
 
 
+def test_a_peer_without_an_identity_gets_none_from_the_proxy_and_its_answer(line):
+    """The number that one ROUTER makes up is the next one of another, which aborts when it finds it taken."""
+    with line.context.socket(zmq.DEALER) as tool:
+        tool.setsockopt(zmq.LINGER, 0)
+        tool.connect(line.proxy.address)
+        tool.send_multipart(encode(m.StatusRequest(), run_id="r", seq=1))
+        assert line.coordinator.poll(5000)
+        identity, *frames = line.coordinator.recv_multipart()
+        assert decode(frames).message == m.StatusRequest()
+        assert identity != line.proxy.seen[0].identity
+        line.coordinator.send_multipart([identity, *encode(m.Ack(reason="here"), run_id="r", re=1)])
+        assert tool.poll(5000)
+        assert decode(tool.recv_multipart()).message.reason == "here"
+
+
 def test_a_dropped_message_does_not_arrive_and_is_counted(line):
     rule = line.proxy.add("drop", "batch_request", skip=1)
     line.up(1, 2, 3)
