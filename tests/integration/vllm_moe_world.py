@@ -88,6 +88,7 @@ async def main(model_dir: Path) -> dict[str, list[dict]]:
         sender = MoeSender(model_dir)
         seen = {"before": [compare(sender.model, done) for done in await sample(engine, 20, num_samples=2)]}
         sender.change(seed=1)
+        await sender.join(engine, sender.plan(1))  # which takes its time, and the requests go on meanwhile
         in_flight = asyncio.create_task(sample(engine, 100, num_samples=3, prompt="a longer prompt"))
         begun = engine.generated_tokens()
         while engine.generated_tokens() < begun + 24:  # noqa: ASYNC110 (vLLM counts in no event; until they are under way)
