@@ -453,9 +453,9 @@ _BURN = "import time\nstart = time.process_time()\nwhile time.process_time() < s
 
 
 def test_b41_b43_short_cpu_limits_hold_under_load(pool: JudgePool) -> None:
-    """B41: 30 ms of CPU under a limit of 50 ms, 64 at once beside four processes that burn; B43: a start costs nothing."""
-    # The wall limit is for programs that sleep; other tests run beside this one.
-    suite = stdin_suite(None, "1", limits={"cpu_s": 0.08, "wall_s": 3.0})
+    """B41: 30 ms of CPU under a limit of 80 ms, 64 at once beside four processes that burn, some of which wait for a CPU for seconds;
+    B43: a start costs nothing."""
+    suite = stdin_suite(None, "1", limits={"cpu_s": 0.08, "wall_s": 0.5})
     burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
     try:
         working = [pool.submit(fenced(unique(_BURN.format(0.03) + "print(1)", n)), suite) for n in range(64)]

@@ -27,6 +27,7 @@ import time
 _KIB, _MIB = 1 << 10, 1 << 20
 _FIRST_FREE = 5  # guests have 0 to 4 at most
 _POLL_S = 0.05  # how often the processes of a guest that may have several are counted
+_READY_POLL_S = 0.02  # how often a guest is looked at that is over its wall limit and waits for a CPU
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = resource.getpagesize()
 _THREADS = 20  # of a guest that may have several processes
@@ -188,10 +189,10 @@ class Worker:
                     return "cpu"
                 if wall_left <= 0:
                     more_s = self._wait_for_cpu_s(pid) - waited_s
-                    if more_s < 0.001:
+                    if more_s < 0.001 and not self._is_ready(pid):
                         return "wall"
                     waited_s += more_s
-                    wall_left = more_s
+                    wall_left = max(more_s, _READY_POLL_S)
                 # Half of what is left: threads may burn CPU faster than the wall clock runs.
                 timeout_s = max(0.005, min(cpu_left / 2, wall_left, _POLL_S if order.processes > 1 else 1e6))
         except OSError:  # the clock of a process that has just gone
@@ -223,11 +224,18 @@ class Worker:
         return "memory" if resident > order.memory_bytes else ""
 
     def _wait_for_cpu_s(self, pid: int) -> float:
-        """How long the guest's main thread was ready to run and had no CPU (proc(5), schedstat)."""
+        """How long the guest's main thread was ready to run and had no CPU (proc(5), schedstat), but for a wait that still goes on."""
         try:
             return int(_read(self.proc, f"{pid}/schedstat").split()[1]) / 1e9
         except (OSError, IndexError):
             return 0.0
+
+    def _is_ready(self, pid: int) -> bool:
+        """Whether the guest's main thread runs, or waits for a CPU: it is no sleeper, and the CPU limit is for what it does then."""
+        try:
+            return _read(self.proc, f"{pid}/stat").rpartition(")")[2].split()[0] == "R"
+        except (OSError, IndexError):
+            return False
 
     # ---- the end of a guest ----
 
