@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -91,4 +92,25 @@ def test_a_sigkill_that_was_the_kernels_for_want_of_memory_becomes_a_memory_limi
     assert groups.corrected(worker(os.getpid()), KILLED).killed == ""
     (made / "memory.events").write_text("low 0\noom 1\noom_kill 1\n")
     assert groups.corrected(worker(os.getpid()), KILLED).killed == "memory"
+    assert groups.corrected(worker(os.getpid()), KILLED).killed == ""
+
+
+@pytest.mark.parametrize(
+    ("ended", "processes"),
+    [
+        ({"killed": "wall"}, 1),
+        ({"killed": "judge", "signal": 9}, 1),
+        ({"signal": 0, "exit_code": 1}, 1),
+        ({"signal": 0}, 4),
+    ],
+)
+def test_no_run_answers_for_a_kill_of_an_earlier_one(tmp_path, ended, processes):
+    proc, group = version_2(tmp_path, controllers="memory pids", shared="memory pids")
+    groups = WorkerGroups.find(proc)
+    assert groups.add(worker(os.getpid()))
+    made = next(path for path in group.iterdir() if path.name.startswith(f"forebay-{os.getpid()}-"))
+    groups.limit(worker(os.getpid()), Limits(processes=processes))
+    (made / "memory.events").write_text("oom_kill 1\n")
+    earlier = replace(KILLED, **ended)
+    assert groups.corrected(worker(os.getpid()), earlier) == earlier
     assert groups.corrected(worker(os.getpid()), KILLED).killed == ""

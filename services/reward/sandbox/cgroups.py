@@ -32,6 +32,7 @@ class WorkerGroups:
         self._of: dict[int, dict[str, Path]] = {}  # by the worker's pid
         self._limits: dict[int, int] = {}
         self._num_oom_kills: dict[int, int] = {}
+        self._has_several: dict[int, bool] = {}  # whether its run may have several processes
 
     @classmethod
     def find(cls, proc: Path = Path("/proc/self")) -> WorkerGroups:
@@ -66,6 +67,7 @@ class WorkerGroups:
 
     def limit(self, worker: Worker, limits: Limits) -> None:
         """Set the memory limit of the next run."""
+        self._has_several[worker.pid] = limits.processes > 1
         groups = self._of.get(worker.pid)
         limit = limits.memory_mib * _MIB + _WORKERS_OWN_BYTES
         if groups is None or self._limits.get(worker.pid) == limit:
@@ -76,17 +78,23 @@ class WorkerGroups:
             self._limits[worker.pid] = limit
 
     def corrected(self, worker: Worker, report: Report) -> Report:
-        """The report, which knows of a SIGKILL but not that it was the kernel's, for want of memory in the group."""
-        if worker.pid not in self._of or report.signal != 9 or report.killed:
+        """The report, which knows of a SIGKILL but not that it was the kernel's, for want of memory in the group.
+
+        Of each run that may have had such a kill the kernel's count is read, whatever it ended of: else a later run would answer for it. (Of
+        others not; it is a system call or three.)
+        """
+        ended_well = not (report.signal or report.killed or report.exit_code)
+        if worker.pid not in self._of or (ended_well and not self._has_several.get(worker.pid)):
             return report
         before, now = self._num_oom_kills[worker.pid], self._oom_kills(worker.pid)
         self._num_oom_kills[worker.pid] = now
-        return replace(report, killed="memory") if now > before else report
+        return replace(report, killed="memory") if now > before and report.signal == 9 and not report.killed else report
 
     def remove(self, worker: Worker) -> None:
         """Remove the group of a worker that has ended."""
         _remove(self._of.pop(worker.pid, {}))
         self._limits.pop(worker.pid, None)
+        self._has_several.pop(worker.pid, None)
 
     def _oom_kills(self, pid: int) -> int:
         name = "memory.events" if self._version == 2 else "memory.oom_control"
