@@ -96,9 +96,8 @@ def row_of(record: Record) -> tuple[Any, ...]:
 def _sample_row(group_id: int, sample: Sample) -> tuple[Any, ...]:
     parts = array_parts(sample.arrays)
     checksum = 0
-    for (
-        part
-    ) in parts:  # one by one: zlib lets go of the interpreter for what is over 5 KiB, and getting it back takes longer
+    # One by one: zlib lets go of the interpreter for what is over 5 KiB, and getting it back takes longer.
+    for part in parts:
         checksum = zlib.crc32(part, checksum)
     segments = ", ".join([f"[{segment.version}, {segment.num_tokens}]" for segment in sample.segments])
     num_prompt = int(sample.arrays["prompt_ids"].size)

@@ -81,9 +81,8 @@ def launch(argv: Sequence[str], place: Place) -> int:
     """
     place.check()
     watched = {signal.SIGCHLD, *STOPS}
-    mask = signal.pthread_sigmask(
-        signal.SIG_BLOCK, watched
-    )  # they are taken by ``sigtimedwait``, so none comes between
+    # They are taken by ``sigtimedwait``, so none comes between.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     ranks = None
     try:
         ranks = _Ranks(argv, place, mask)

@@ -120,7 +120,7 @@ class Link:
             await asyncio.to_thread(
                 abort_group, plan.stores, plan.group_key, aborted.reason, timeout_s=self.run.sync_timeout_s
             )
-        except RuntimeError as error:  # a rank of ours is gone, and torchrun ends the others
+        except RuntimeError as error:  # a rank of ours is gone, and the world ends
             log.warning("sync_abort_failed", error=str(error))
 
     def stop_on_signals(self) -> None:

@@ -1,7 +1,7 @@
 """Runs of fakes in a test's folder: the harness of the fault suite (``services/faults``), by the names that the tests use.
 
 Their roles are forked from a process that has the imports, as in the fault suite (``services/faults/warm.py``): a run does not wait
-for five interpreters. Roles as users start them are those of ``forebay up``, torchrun, systemd and Slurm, in the tests of these.
+for five interpreters. Roles as users start them are those of ``forebay up``, ``forebay learner --ranks``, systemd and Slurm, in the tests of these.
 """
 
 from functools import partial
