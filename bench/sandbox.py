@@ -20,7 +20,6 @@ import itertools
 import json
 import os
 import platform
-import socket
 import statistics
 import subprocess
 import sys
@@ -44,6 +43,7 @@ from protocol.router import CoordinatorSocket
 from protocol.suites import TestSuite, parse_suite
 from protocol.verdicts import JudgeResult
 from protocol.versions import VersionTag
+from services.faults.processes import free_port
 from services.reward.config import RewardConfig
 from services.reward.pool import JudgePool
 
@@ -289,17 +289,11 @@ class Coordinator:
                 self._open.pop(result.lease_id).set_result(result.result)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextlib.asynccontextmanager
 async def reward_node() -> AsyncIterator[tuple[Coordinator, m.Hello]]:
     """A coordinator's socket, and ``python -m services.reward`` that has joined it."""
     with tempfile.TemporaryDirectory(prefix="forebay-bench-") as folder:
-        address = f"tcp://127.0.0.1:{_free_port()}"
+        address = f"tcp://127.0.0.1:{free_port()}"
         tasks = Path(folder) / "tasks.jsonl"
         task = {"task_id": "t", "prompt": "p", "tests": ECHO.model_dump(mode="json")}
         tasks.write_text(json.dumps(task) + "\n", encoding="utf-8")

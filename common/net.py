@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 
 def own_address_towards(address: str) -> str:
@@ -17,3 +18,13 @@ def own_address_towards(address: str) -> str:
     with socket.socket(family, kind, proto) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
+
+
+def outgoing_ports() -> range:
+    """The TCP ports from which the kernel takes one for each outgoing connection (ip(7), ``ip_local_port_range``).
+
+    Not for a service: any process may hold one just when the service starts or starts again, and over loopback a peer that
+    reconnects while nobody listens may get the very port that it connects to, and so talk to itself.
+    """
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split())
+    return range(first, last + 1)

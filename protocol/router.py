@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from common.errors import ConfigError, ProtocolError
+from common.net import outgoing_ports
 from protocol.codec import MAX_ARRAY_BYTES, Array, ForeignPeer, Received, decode, encode
 from protocol.messages import Message, Refused
 from protocol.security import Keys
@@ -38,6 +40,17 @@ def is_loopback(address: str) -> bool:
         return True
     host = address.removeprefix("tcp://").rsplit(":", 1)[0].strip("[]")
     return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _who_may_have(address: str) -> str:
+    """What is worth knowing about the port of a ``tcp://`` address that is taken."""
+    port, outgoing = address.rpartition(":")[2], outgoing_ports()
+    if not port.isdecimal() or int(port) not in outgoing:
+        return ""
+    return (
+        f"Any connection of this machine may have port {port}: its kernel takes those from {outgoing[0]} to {outgoing[-1]} "
+        "for outgoing ones. Choose one outside. "
+    )
 
 
 class CoordinatorSocket:
@@ -74,7 +87,7 @@ class CoordinatorSocket:
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(
-                f"The coordinator can't listen on {bind}: {error.strerror}. "
+                f"The coordinator can't listen on {bind}: {os.strerror(error.errno or 0)}. {_who_may_have(bind)}"
                 "If another run is using the port, stop it or choose another with --set run.address=tcp://HOST:PORT."
             ) from None
         self._loop.add_reader(self._socket.FD, self._arrival.set)

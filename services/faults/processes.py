@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from common.net import outgoing_ports
 from services.faults.warm import WarmProcess, nursery
 
 _ROLES = {"services.coordinator", "services.rollout", "services.reward", "services.learner"}
@@ -24,10 +26,23 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of loopback for a service that is yet to start: nobody listens on it, the kernel gives it to no outgoing
+    connection, and no other caller of this function gets it while this process lives.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    outgoing = outgoing_ports()
+    some = [port for port in range(10_000, 65_536) if port not in outgoing] or list(outgoing)
+    random.SystemRandom().shuffle(some)
+    for port in some:
+        with socket.socket() as probe, socket.socket(socket.AF_UNIX) as lock, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ZeroMQ: closed connections don't count
+            probe.bind(("127.0.0.1", port))
+            lock.bind(f"\0forebay-port-{port}")  # an abstract name (unix(7)), in the same network namespace as the port
+            lock.detach()  # open until this process ends
+            return port
+    raise RuntimeError("no TCP port of loopback is free")
 
 
 def _die_with_the_suite() -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 from harness.requirements import require_programs
-from harness.runs import FOREBAY, ROOT, free_port, require_finished
+from harness.runs import FOREBAY, ROOT, require_finished
 from harness.slurm_cluster import SlurmCluster, require_slurm
+
+from services.faults.processes import free_port
 
 SLURM = ROOT / "deploy/slurm"
 SCRIPTS = sorted([*SLURM.glob("*.sh"), *SLURM.glob("*.sbatch")])

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 from harness.requirements import require_programs
-from harness.runs import FOREBAY, ROOT, free_port, require_finished
+from harness.runs import FOREBAY, ROOT, require_finished
 from harness.systemd_box import require_systemd_box, run_in_box
 
 from services import up
+from services.faults.processes import free_port
 
 UNITS = ROOT / "deploy/systemd"
 SERVICES = sorted(UNITS.glob("*.service"))

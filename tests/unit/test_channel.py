@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import socket
+import subprocess
+import sys
 
 import msgpack
 import pytest
@@ -9,11 +12,13 @@ import zmq
 import zmq.asyncio
 
 from common.errors import ConfigError, PeerError
+from common.net import outgoing_ports
 from common.waits import WaitTable
 from protocol import messages as m
 from protocol.channel import NodeChannel
 from protocol.codec import decode, encode, peek, seal
 from protocol.router import CoordinatorSocket, is_loopback
+from services.faults.processes import free_port
 
 TAG = m.VersionTag(version=0)
 
@@ -207,9 +212,21 @@ async def test_a_coordinator_that_stays_away_fails_the_node_and_its_open_request
 async def test_a_port_in_use_is_an_error_with_the_address_and_the_remedy():
     first = CoordinatorSocket("tcp://127.0.0.1:*", "r")
     taken = first._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
-    with pytest.raises(ConfigError, match=rf"{taken}.*in use.*--set run.address"):
+    with pytest.raises(ConfigError, match=rf"{taken}.*in use.*for outgoing ones.*--set run.address"):
         CoordinatorSocket(taken, "r")
     first.close()
+    with socket.create_server(("127.0.0.1", free_port())) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}: Address already in use. If another run"):
+            CoordinatorSocket(f"tcp://127.0.0.1:{port}", "r")
+
+
+def test_a_free_port_is_given_out_once_and_to_no_connection():
+    ports = {free_port() for _ in range(50)}
+    code = "from services.faults.processes import free_port; print(*(free_port() for _ in range(50)))"
+    ports |= set(map(int, subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout.split()))
+    assert len(ports) == 100
+    assert not ports & set(outgoing_ports())
 
 
 @pytest.mark.parametrize(

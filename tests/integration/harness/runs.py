@@ -1,22 +1,14 @@
-"""What the tests of launch files share: the checkout, a free port, and what a finished run looks like."""
+"""What the tests of launch files share: the checkout, and what a finished run looks like."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import signal
-import socket
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 FOREBAY = ROOT / ".venv/bin/forebay"
-
-
-def free_port() -> int:
-    """A TCP port of loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def tie_to_parent() -> None:
