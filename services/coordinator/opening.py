@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.errors import ConfigError
+from common.net import listens_on_loopback
 from protocol.config import RunConfig
-from protocol.router import CoordinatorSocket, is_loopback
+from protocol.router import CoordinatorSocket
 from protocol.tasks import Task, fingerprint, load_tasks
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.journal import Journal
@@ -20,7 +21,7 @@ def open_parts(run: RunConfig, config: CoordinatorConfig) -> tuple[list[Task], C
     """
     bind = config.bind or run.address
     keys = run.read_keys()
-    if keys is None and not is_loopback(bind) and not config.insecure:
+    if keys is None and not listens_on_loopback(bind) and not config.insecure:
         raise ConfigError(
             f"coordinator.bind {bind} can be reached from other machines, and nothing is encrypted or authenticated. Make keys "
             "(forebay keys FILE) and name them in run.key_file on every machine, listen on a loopback address, or say "
