@@ -8,6 +8,7 @@ and one wake-up takes in so many messages and no more.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import itertools
 import os
 from collections.abc import Iterable, Mapping
@@ -53,6 +54,15 @@ def _who_may_have(address: str) -> str:
     )
 
 
+def _seed_names() -> None:
+    """Let the next ROUTER's names for nameless peers begin at a number that no peer knows.
+
+    libzmq counts them up from a ``rand()`` that it never seeds, so every process begins at the same one, and it aborts the process when
+    a peer has declared the name that it makes up next. It has no way to refuse such a peer: ZAP is not shown what peers declare.
+    """
+    ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "little"))
+
+
 class CoordinatorSocket:
     """ROUTER: messages in with the sender's identity, messages out to an identity. Bad frames are refused, not raised.
 
@@ -68,6 +78,7 @@ class CoordinatorSocket:
         """
         self.run_id = run_id
         self._context = zmq.asyncio.Context()  # the authenticator's kind
+        _seed_names()
         # A plain one: pyzmq's types know sockets of their own kind of context only.
         self._socket: Any = zmq.Socket(self._context, zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
