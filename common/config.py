@@ -22,6 +22,18 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+def idle_settings(section: StrictModel, needs: dict[str, tuple[bool, str]], *, prefix: str = "") -> list[str]:
+    """What to say of the fields of ``section`` that were changed although nothing reads them.
+
+    ``needs``: of each field whether it is read, and what it belongs to. ``prefix``: of the names, where another section speaks.
+    """
+    return [
+        f"{prefix}{name} belongs to {owner}"
+        for name, (is_read, owner) in needs.items()
+        if not is_read and getattr(section, name) != type(section).model_fields[name].default
+    ]
+
+
 M = TypeVar("M", bound=BaseModel)
 
 

@@ -222,6 +222,8 @@ def _check_layout(config: Config) -> list[str]:
         problems.append(
             f"up.learner_devices has {len(up.learner_devices)} entries for up.learner_procs = {up.learner_procs}."
         )
+    if up.learner_devices and config.learner.device == "cpu":
+        problems.append("up.learner_devices are CUDA devices, but learner.device = 'cpu': leave one of them out.")
     used = [device for devices in [*up.rollout_devices, up.learner_devices] for device in devices]
     if shared := sorted({device for device in used if used.count(device) > 1}):
         problems.append(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.errors import ConfigError
+from common.net import listens_on_loopback
 from protocol.config import RunConfig
-from protocol.router import CoordinatorSocket, is_loopback
+from protocol.router import CoordinatorSocket
 from protocol.tasks import Task, fingerprint, load_tasks
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.journal import Journal
@@ -15,7 +16,7 @@ from services.coordinator.journal import Journal
 def unprotected(run: RunConfig, config: CoordinatorConfig) -> str:
     """What is wrong with listening without keys, and what to do; '' if nothing is."""
     bind = config.bind or run.address
-    if run.key_file is not None or is_loopback(bind) or config.insecure:
+    if run.key_file is not None or listens_on_loopback(bind) or config.insecure:
         return ""
     return (
         f"coordinator.bind {bind} can be reached from other machines, and nothing is encrypted or authenticated. Make keys "
