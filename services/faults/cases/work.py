@@ -237,8 +237,13 @@ def _equal_rewards(scene: Scene) -> None:
     roles = scene.run.start_all()
     scene.inject(rule.wait())
     scene.finish(*roles.values())
-    summary = scene.run.summary()
+    summary, shape = scene.run.summary(), scene.run.config
+    tokens_of_group = shape["coordinator"]["group_size"] * shape["run"]["max_completion_tokens"]
     assert 3 <= summary["ledger"]["groups_filtered"] <= 3 * 4
+    assert 0 < summary["ledger"]["filtered"] <= summary["ledger"]["groups_filtered"] * tokens_of_group, (
+        "what it cost is in the ledger"
+    )
+    assert all(row["time/wait_batch_s"] > 0.0 for row in summary["steps"]), "and so is what the learner waited for it"
     assert [row["reward/no_signal_groups"] for row in summary["steps"]] == [1.0] * 3
     assert summary["verdicts_copied"] > 0, "one text is judged once in a group"
 
@@ -334,6 +339,6 @@ CASES = [
     Case("old-weights", "update", "an engine says that it has the new weights and keeps the old", _old_weights, (12,), {**ON_POLICY, "rollout.fake.keep_weights_from": 3, "rollout.fake.logprobs_tell_weights": True, "learner.fake_gap_alarm": 0.002}, ends="stopped"),
     Case("data-ends", "data", "the tasks end in the middle of a step", _data_ends, (17,), {"coordinator.max_epochs": 1, "coordinator.max_steps": 50}, task_lines(7), all_steps=False),
     Case("last-group-filtered", "data", "the filter rejects the last group of the data", _last_group_filtered, (28,), {"coordinator.max_epochs": 1, "coordinator.max_steps": 50, "coordinator.dynamic_sampling": True, "coordinator.shuffle": False}, task_lines(4) + task_line("last", code=FAILS), all_steps=False, noticed=False),
-    Case("equal-rewards", "data", "all rewards of every group are equal", _equal_rewards, (29,), {"rollout.fake.completion": SAME, "coordinator.dynamic_sampling": True, "coordinator.max_filtered_per_step": 3, "coordinator.max_steps": 3}, noticed=False),
+    Case("equal-rewards", "data", "all rewards of every group are equal", _equal_rewards, (29, 32), {"rollout.fake.completion": SAME, "coordinator.dynamic_sampling": True, "coordinator.max_filtered_per_step": 3, "coordinator.max_steps": 3}, noticed=False),
     Case("nothing-after-the-end", "data", "the last batch is out: nothing is generated beyond it", _nothing_after_the_end, (27,), noticed=False),
 ]  # fmt: skip
