@@ -154,6 +154,17 @@ def processes_of(folder: Path) -> list[tuple[int, str]]:
     return found
 
 
+def assert_none_of(folder: Path, *, within_s: float) -> None:
+    """
+    Raises:
+        AssertionError: processes that have ``folder`` on their command line are alive after ``within_s``.
+    """
+    deadline = time.monotonic() + within_s
+    while (alive := processes_of(folder)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive, f"still there after {within_s} s: {alive}"
+
+
 def descendants(pid: int) -> set[int]:
     """All processes under ``pid``."""
     parents: dict[int, int] = {}

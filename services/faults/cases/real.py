@@ -88,6 +88,7 @@ def _start(scene: Scene, *, ranks: int = 1) -> dict[str, Role]:
     _needs_model()
     roles = scene.run.start_all_but("learner")
     scene.run.wait_until(lambda s: {"a", "judge"} <= {node["node_id"] for node in s["nodes"]}, START_S)
+    scene.run.hold_commits(after=1)
     roles["learner"] = _learner(scene, ranks)
     scene.run.wait_for_step(1, START_S)
     return roles
