@@ -246,7 +246,7 @@ class Run:
 
     def query(self, sql: str) -> list[tuple[Any, ...]]:
         """Rows of the journal, beside whoever writes it."""
-        with contextlib.closing(sqlite3.connect(f"file:{self.journal}?mode=ro", uri=True, timeout=5)) as db:
+        with contextlib.closing(sqlite3.connect(f"file:{self.journal}?mode=ro", uri=True, timeout=60)) as db:
             return db.execute(sql).fetchall()
 
     def commits(self) -> list[float]:

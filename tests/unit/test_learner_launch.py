@@ -66,7 +66,7 @@ def test_the_world_ends_with_the_code_of_the_rank_that_failed_and_not_of_those_t
 def test_a_rank_that_does_not_end_after_another_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(launch, "FAILED_GRACE_S", 0.2)
     monkeypatch.setattr(launch, "DONE_GRACE_S", 0.2)
-    script = f"echo $$ > {tmp_path}/pid$RANK; test $RANK = 1 && kill -STOP $$; until test -e {tmp_path}/pid1; do sleep 0.05; done"
+    script = f"echo $$ > {tmp_path}/$RANK; mv {tmp_path}/$RANK {tmp_path}/pid$RANK; test $RANK = 1 && kill -STOP $$; until test -e {tmp_path}/pid1; do sleep 0.05; done"
     for code in (5, 1, 0):
         assert ranks(f"{script}; exit {code}") == (code or 1), "the world is not well, whatever the other rank says"
         assert not Path(f"/proc/{(tmp_path / 'pid1').read_text().strip()}").exists()
