@@ -1,4 +1,4 @@
-"""The optimizer steps of one batch: which samples each one has, what is refused before the first, and their learning rate. Pure."""
+"""The optimizer steps of one batch: which samples each one has, what is refused, and their learning rate. Pure."""
 
 from __future__ import annotations
 
@@ -49,6 +49,21 @@ def _wrong(sample: TrainSample, arch: Architecture) -> str:
         experts_per_token=arch.experts_per_token,
         num_experts=arch.num_experts,
     )
+
+
+def check_gap(gap: float, alarm: float | None, *, step: int) -> None:
+    """``gap`` and ``alarm`` (none: there is no limit): mean ``|trainer - engine|`` log-prob, nats per token.
+
+    Raises:
+        TrainingError: the gap is over the alarm.
+    """
+    # not <=: a gap that is nan is past any alarm.
+    if alarm is not None and not gap <= alarm:
+        raise TrainingError(
+            f"Step {step}: engine and trainer differ by {gap:.4f} nats per token on average, the alarm is at {alarm}"
+            " (learner.logprob_gap_alarm). Nothing was updated. Either the engine holds other weights than the trainer,"
+            " or it samples with settings the trainer does not apply."
+        )
 
 
 def plan_updates(

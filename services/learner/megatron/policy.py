@@ -40,13 +40,13 @@ from services.learner.megatron.model import build_model, build_optimizer, choose
 from services.learner.megatron.offload import DeviceMemory
 from services.learner.megatron.reference import ReferenceWeights
 from services.learner.megatron.rotary import Rotary
-from services.learner.megatron.routing import take_counts
+from services.learner.megatron.routing import replayed_shares
 from services.learner.megatron.spec import LOCAL, parts_for
 from services.learner.packing import MicroBatch, TrainSample, add_columns, pack, plan_microbatches
 from services.learner.policy import StepStats
 from services.learner.signs import Progress
 from services.learner.token_statistics import MAX_NAMES, NUM_BINS, SUM_NAMES, TokenSums, Totals
-from services.learner.updates import check_samples, learning_rate, plan_updates
+from services.learner.updates import check_gap, check_samples, learning_rate, plan_updates
 
 # Key of ours in the record that a checkpoint carries for its caller.
 OPTIMIZER_STEPS = "policy.optimizer_steps"
@@ -142,12 +142,14 @@ class MegatronPolicy:
             samples, minibatches=objective.minibatches, epochs=objective.epochs, seed=(self.seed, step)
         )
         samples = self._with_fixed_logprobs(samples, step, several=len(updates) > 1)
+        # Of several, ``_with_fixed_logprobs`` has looked at the gap before the first.
+        alarm = None if len(updates) > 1 else self.config.logprob_gap_alarm
         done = []
         for number, indices in enumerate(updates):
             so_far = f"{number} of its {len(updates)} optimizer steps were done" if number else "nothing was updated"
-            done.append(self._update([samples[i] for i in indices], step, so_far, check_gap=len(updates) == 1))
+            done.append(self._update([samples[i] for i in indices], step, so_far, gap_alarm=alarm))
         totals = functools.reduce(lambda a, b: a + b, (update.totals for update in done))
-        replayed = self._replayed_shares(samples)
+        replayed = replayed_shares(samples, self.model.chunks, self.device)
         has_kl = objective.has_reference and objective.kl_in == "loss"
         return StepStats(
             **totals.means(),
@@ -182,10 +184,10 @@ class MegatronPolicy:
                 for sample, logprobs in zip(samples, self.logprobs(samples), strict=True)
             ]
             gaps = [np.abs(sample.start_logprobs - sample.logprobs) for sample in samples]
-            self._check_gap(float(np.concatenate(gaps).mean(dtype=np.float64)), step)
+            check_gap(float(np.concatenate(gaps).mean(dtype=np.float64)), self.config.logprob_gap_alarm, step=step)
         return samples
 
-    def _update(self, samples: Sequence[TrainSample], step: int, so_far: str, *, check_gap: bool) -> _Update:
+    def _update(self, samples: Sequence[TrainSample], step: int, so_far: str, *, gap_alarm: float | None) -> _Update:
         """One optimizer step. ``so_far``: what a failure leaves behind."""
         batches = self._local_batches(samples)
         self.memory.need_gradients()
@@ -196,8 +198,7 @@ class MegatronPolicy:
             totals = self._reduce_stats(self._run_schedule(batches, self._train_forward, forward_only=False))
             if not math.isfinite(totals.sums["loss"]):
                 raise TrainingError(f"The loss of step {step} is {totals.sums['loss']}; {so_far}.")
-            if check_gap:
-                self._check_gap(totals.gap, step)
+            check_gap(totals.gap, gap_alarm, step=step)
             self.progress.part("the optimizer's step")
             self.memory.need_optimizer()
             norm = gradient_norm(self.optimizer)  # none: float16 overflowed, and this step is skipped
@@ -381,30 +382,6 @@ class MegatronPolicy:
         dist.all_reduce(sums)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         return Totals.of(sums.tolist(), maxima.tolist())
-
-    def _replayed_shares(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        """Fields of ``StepStats``, of the step just done; none where the engine told no routes."""
-        num_tokens = sum(sample.length for sample in samples if sample.routes is not None)
-        if not num_tokens:
-            return {}
-        # Each rank has counted the tokens that its routers saw, and no two of them the same.
-        counts = torch.tensor(take_counts(self.model.chunks), dtype=torch.float64, device=self.device)
-        dist.all_reduce(counts)
-        replayed, other = counts.tolist()
-        return {
-            "routing_replayed_share": num_tokens / sum(sample.length for sample in samples),
-            "routing_changed_share": other / max(1.0, replayed),
-        }
-
-    def _check_gap(self, gap: float, step: int) -> None:
-        alarm = self.config.logprob_gap_alarm
-        # not <=: a gap that is nan is past any alarm.
-        if alarm is not None and not gap <= alarm:
-            raise TrainingError(
-                f"Step {step}: engine and trainer differ by {gap:.4f} nats per token on average, the alarm is at {alarm}"
-                " (learner.logprob_gap_alarm). Nothing was updated. Either the engine holds other weights than the trainer,"
-                " or it samples with settings the trainer does not apply."
-            )
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ with the micro-batch, so that any schedule and any recomputation gives each forw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from services.learner.megatron.mcore import (
@@ -20,6 +21,7 @@ from services.learner.megatron.mcore import (
     TransformerLayer,
     checkpoint,
 )
+from services.learner.packing import TrainSample
 
 
 class ReplayRouting:
@@ -95,3 +97,20 @@ def take_counts(chunks: Iterable[torch.nn.Module]) -> list[int]:
                 total = [a + b for a, b in zip(total, module.replay.counts.tolist(), strict=True)]
                 module.replay.counts = None
     return total
+
+
+def replayed_shares(
+    samples: Sequence[TrainSample], chunks: Iterable[torch.nn.Module], device: torch.device
+) -> dict[str, float]:
+    """Fields of ``StepStats``, of the step just done; none where the engine told no routes. Collective over the world."""
+    num_tokens = sum(sample.length for sample in samples if sample.routes is not None)
+    if not num_tokens:
+        return {}
+    # Each rank has counted the tokens that its routers saw, and no two of them the same.
+    counts = torch.tensor(take_counts(chunks), dtype=torch.float64, device=device)
+    dist.all_reduce(counts)
+    replayed, other = counts.tolist()
+    return {
+        "routing_replayed_share": num_tokens / sum(sample.length for sample in samples),
+        "routing_changed_share": other / max(1.0, replayed),
+    }
