@@ -100,7 +100,7 @@ def test_rollout_nodes_are_added_and_cancelled_while_the_run_goes_on(tmp_path: P
 
         def rollouts() -> set[str]:
             command = [str(FOREBAY), "status", "--address", address, "--json"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
             nodes = json.loads(done.stdout)["nodes"] if done.returncode == 0 else []
             return {node["node_id"] for node in nodes if node["role"] == "rollout"}
 
