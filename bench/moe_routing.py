@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from bench.byte_tokenizer import save_byte_tokenizer
+
 NAMES = ("prompt_ids", "completion_ids", "logprobs", "routes")
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = (
@@ -51,19 +53,9 @@ def interpreted_env() -> dict[str, str]:
 def make_model(folder: Path, **sizes: Any) -> Path:
     """A random Qwen3-MoE checkpoint, with a byte tokenizer and a chat template. ``sizes``: of the config, beside small ones."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|im_start|>", "<|im_end|>"]
-    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
-    fast.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
-    )
-    fast.save_pretrained(folder)
+    end_of_message = save_byte_tokenizer(folder)
     torch.manual_seed(0)
     small = {"hidden_size": 128, "num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4}
     config = Qwen3MoeConfig(
@@ -74,7 +66,7 @@ def make_model(folder: Path, **sizes: Any) -> Path:
         head_dim=32,
         max_position_embeddings=512,
         norm_topk_prob=True,
-        eos_token_id=words.index("<|im_end|>"),
+        eos_token_id=end_of_message,
         bos_token_id=None,
         **{"moe_intermediate_size": 64} | small | sizes,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from pathlib import Path
 
@@ -28,3 +29,40 @@ def outgoing_ports() -> range:
     """
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split())
     return range(first, last + 1)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a ``tcp://host:port`` or ``ipc://`` address can't be reached from another machine, whoever reads it.
+
+    No name but localhost is looked up: each machine has its own answer, and that of this one (Debian's is 127.0.1.1 for its own name)
+    says nothing of the others'.
+    """
+    if address.startswith(("ipc://", "inproc://")):
+        return True
+    host = _host_of(address)
+    try:
+        return _is_loopback_ip(host)
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def listens_on_loopback(address: str) -> bool:
+    """Whether who listens on ``address`` on this machine can't be reached from another one. Names are looked up, as ZeroMQ will."""
+    if is_loopback(address):
+        return True
+    host = _host_of(address)
+    if host in {name for _, name in socket.if_nameindex()}:  # which ZeroMQ takes before the name of a host
+        return False
+    try:
+        return all(_is_loopback_ip(str(found[4][0])) for found in socket.getaddrinfo(host, None))
+    except (OSError, ValueError):  # no name of this machine's: there is nothing to listen on
+        return False
+
+
+def _host_of(address: str) -> str:
+    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+
+def _is_loopback_ip(host: str) -> bool:
+    ip = ipaddress.ip_address(host)
+    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback

@@ -35,14 +35,6 @@ _NOW = int(zmq.NOBLOCK)
 _NOW_WITH_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
-def is_loopback(address: str) -> bool:
-    """Whether a ``tcp://host:port`` or ``ipc://`` address can't be reached from another machine."""
-    if address.startswith(("ipc://", "inproc://")):
-        return True
-    host = address.removeprefix("tcp://").rsplit(":", 1)[0].strip("[]")
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
 def _who_may_have(address: str) -> str:
     """What is worth knowing about the port of a ``tcp://`` address that is taken."""
     port, outgoing = address.rpartition(":")[2], outgoing_ports()

@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from common.config import StrictModel
+from common.config import StrictModel, idle_settings
 from protocol.config import check_address
 
 
@@ -15,7 +15,7 @@ class CoordinatorConfig(StrictModel):
     """What is trained on, in which order, and how long anything may take."""
 
     bind: str = ""  # what to listen on; empty: run.address
-    insecure: bool = False  # listen on a non-loopback address without run.key_file
+    insecure: bool = False  # listen on a non-loopback address without run.key_file; elsewhere it changes nothing
     tasks: Path
     shuffle: bool = True
 
@@ -27,7 +27,9 @@ class CoordinatorConfig(StrictModel):
     bypass_window: int = Field(default=0, ge=0)  # groups; see services/coordinator/admission.py
     min_group_size: int = Field(default=2, ge=2)
     dynamic_sampling: bool = False  # refill groups whose rewards are all equal
-    max_filtered_per_step: int = Field(default=16, ge=0)  # after so many the step goes on with what there is
+    max_filtered_per_step: int = Field(
+        default=16, ge=0
+    )  # of dynamic_sampling: after so many the step goes on with what there is
 
     heartbeat_interval_s: float = Field(default=1.0, gt=0)
     node_timeout_s: float = Field(default=15.0, gt=0)  # silence after which a node is taken for dead
@@ -61,4 +63,10 @@ class CoordinatorConfig(StrictModel):
             )
         if self.node_timeout_s < 3 * self.heartbeat_interval_s:
             raise ValueError("node_timeout_s must be at least 3 * heartbeat_interval_s, or one late beat kills a node")
+        if idle := idle_settings(self, {"max_filtered_per_step": (self.dynamic_sampling, "dynamic_sampling = true")}):
+            raise ValueError("; ".join(idle))
+        if self.dynamic_sampling and not self.max_filtered_per_step:
+            raise ValueError(
+                "dynamic_sampling = true filters nothing with max_filtered_per_step = 0: change one of them"
+            )
         return self

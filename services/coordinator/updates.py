@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import structlog
 
+from common.net import is_loopback
 from protocol import messages as m
 from protocol.codec import Received
-from protocol.router import is_loopback
 from services.coordinator.membership import Members, Node, Reply, is_current
 from services.coordinator.sync import StandingGroup, SyncRound, plan_round
 

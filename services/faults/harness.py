@@ -105,6 +105,8 @@ class Run:
             for part in path:
                 table = table.setdefault(part, {})
             table[last] = value
+        if config["rollout"]["engine"] != "fake":
+            config["rollout"].pop("fake", None)
         self.config = config
         self.config_path = folder / "config.json"
         self.config_path.write_text(json.dumps(config))

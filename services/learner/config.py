@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from common.config import StrictModel
+from common.config import StrictModel, idle_settings
 from protocol.config import WILDCARDS
 
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"]
@@ -14,15 +14,6 @@ Aggregation = Literal["token", "sequence", "constant"]
 KlKind = Literal["k1", "k2", "k3"]
 
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
-
-
-def idle_settings(section: StrictModel, needs: dict[str, tuple[bool, str]]) -> list[str]:
-    """Which fields were changed although nothing reads them: by name, whether it is read, and what it belongs to."""
-    return [
-        f"{name} belongs to {owner}"
-        for name, (is_read, owner) in needs.items()
-        if not is_read and getattr(section, name) != type(section).model_fields[name].default
-    ]
 
 
 class ParallelConfig(StrictModel):
@@ -269,7 +260,8 @@ class LearnerConfig(StrictModel):
     """The learner's section of the config file."""
 
     policy: Literal["megatron", "fake"] = Field(
-        default="megatron", description="fake: no model, for tests of everything around it"
+        default="megatron",
+        description="fake: no model, for tests of everything around it; settings of a real one are let pass, so that any config can be tried",
     )
     fake_step_s: float = Field(default=0.05, ge=0.0, description="seconds of one step of the fake policy")
     fake_die_at_step: int = Field(
@@ -343,3 +335,17 @@ class LearnerConfig(StrictModel):
         if value in WILDCARDS:
             raise ValueError("must name an address of this machine: it is given to the engines, and they connect to it")
         return value
+
+    @model_validator(mode="after")
+    def _nothing_idle(self) -> LearnerConfig:
+        fake = (self.policy == "fake", "policy = 'fake'")
+        float16 = (self.dtype == "float16", "dtype = 'float16'")
+        problems = [
+            *idle_settings(self, dict.fromkeys(("fake_step_s", "fake_die_at_step", "fake_gap_alarm"), fake)),
+            *idle_settings(
+                self.optimizer, dict.fromkeys(("initial_loss_scale", "loss_scale_window"), float16), prefix="optimizer."
+            ),
+        ]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self

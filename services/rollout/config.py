@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from common.config import StrictModel
+from common.config import StrictModel, idle_settings
 
 
 class FakeEngineConfig(StrictModel):
@@ -30,12 +30,12 @@ class FakeEngineConfig(StrictModel):
 class RolloutConfig(StrictModel):
     """The inference engine and how much it takes on at once."""
 
-    engine: Literal["vllm", "fake"] = "vllm"
+    engine: Literal["vllm", "fake"] = "vllm"  # with fake, vLLM's settings are let pass, so that any config can be tried
     max_concurrent_groups: int = Field(default=16, ge=1)  # the node's credits
     tensor_parallel: int = Field(default=1, ge=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_num_seqs: int = Field(default=128, ge=1)
-    gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
+    gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)  # only where there is one
     cpu_kv_cache_gib: int = Field(default=1, ge=1)  # only where there is no GPU
     num_threads: int = Field(default=0, ge=0)  # OpenMP threads of a CPU engine; 0: vLLM's choice
     enforce_eager: bool = True
@@ -44,3 +44,9 @@ class RolloutConfig(StrictModel):
     seeded_sampling: bool = False
     keep_prefix_cache: bool = False  # over a weight update: then old weights' cache serves new tokens
     fake: FakeEngineConfig = FakeEngineConfig()
+
+    @model_validator(mode="after")
+    def _nothing_idle(self) -> Self:
+        if problems := idle_settings(self, {"fake": (self.engine == "fake", "engine = 'fake'")}):
+            raise ValueError("; ".join(problems))
+        return self

@@ -150,7 +150,7 @@ def test_recomputation_runs_layers_again_and_changes_no_bit(
 
 def test_float16_trains_near_float32_with_a_scaled_loss(model: Path) -> None:
     scaled = {"optimizer": {"initial_loss_scale": 16.0}}  # these random models have gradients in the hundreds
-    wide, narrow = (train(make_policy(model, dtype=dtype, **scaled), 1)[0] for dtype in ("float32", "float16"))
+    (wide,), (narrow,) = (train(make_policy(model, **more), 1) for more in ({}, {"dtype": "float16", **scaled}))
     assert (narrow.loss_scale, narrow.num_overflows) == (16.0, 0)
     assert (wide.loss_scale, wide.num_overflows) == (1.0, 0)
     assert narrow.loss == pytest.approx(wide.loss, rel=0.01)

@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 import torch
 
+from bench.byte_tokenizer import save_byte_tokenizer
 from common.errors import ConfigError
 from protocol import messages as m
 from protocol import weights
@@ -28,20 +29,10 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     """A random Llama with *tied* embeddings (the case where a reload can miss the output layer), and a byte tokenizer."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     path = tmp_path_factory.mktemp("model")
-    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|im_start|>", "<|im_end|>"]
-    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
-    fast.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
-    )
-    fast.save_pretrained(path)
+    end_of_message = save_byte_tokenizer(path)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=320,
@@ -52,7 +43,7 @@ def model_dir(tmp_path_factory):
         num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        eos_token_id=words.index("<|im_end|>"),
+        eos_token_id=end_of_message,
         bos_token_id=None,
     )
     LlamaForCausalLM(config).save_pretrained(path)

@@ -11,13 +11,13 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from common.errors import ConfigError, PeerError
-from common.net import outgoing_ports
+from common.errors import ConfigError, NotTakenBack, PeerError
+from common.net import is_loopback, listens_on_loopback, outgoing_ports
 from common.waits import WaitTable
 from protocol import messages as m
 from protocol.channel import NodeChannel
 from protocol.codec import decode, encode, peek, seal
-from protocol.router import CoordinatorSocket, is_loopback
+from protocol.router import CoordinatorSocket
 from services.faults.processes import free_port
 
 TAG = m.VersionTag(version=0)
@@ -29,7 +29,7 @@ class Coordinator:
     def __init__(self, address, *, mute=False):
         self.socket = CoordinatorSocket(address, "r")
         self.mute = mute
-        self.hellos, self.commits, self.known = [], [], set()
+        self.hellos, self.commits, self.known, self.refusal = [], [], set(), ""
         self.task = asyncio.create_task(self.serve())
 
     async def serve(self):
@@ -39,6 +39,8 @@ class Coordinator:
 
     def answer(self, identity, received):
         match received.message:
+            case m.Hello() if self.refusal:
+                self.socket.send(identity, m.Refused(reason=self.refusal), re=received.seq)
             case m.Hello() as hello:
                 self.hellos.append(hello)
                 if not self.mute:
@@ -110,6 +112,19 @@ async def test_a_node_of_another_run_is_refused_with_both_names(address):
         with pytest.raises(PeerError, match=r"serves run 'r'; the message is of run 'other'"):
             await node.start(join_timeout_s=20)
     assert coordinator.hellos == []
+    await coordinator.close()
+
+
+async def test_a_node_that_is_not_taken_back_says_why_with_a_code_that_has_it_started_anew(address):
+    coordinator = Coordinator(address)
+    async with node_at(address) as node:
+        await node.start(join_timeout_s=20)
+        coordinator.refusal = "Another has its place."
+        coordinator.known.clear()
+        async with asyncio.timeout(20):
+            with pytest.raises(NotTakenBack, match="Another has its place") as caught:
+                await node.failed
+    assert caught.value.exit_code == 1
     await coordinator.close()
 
 
@@ -236,11 +251,33 @@ def test_a_free_port_is_given_out_once_and_to_no_connection():
         ("tcp://127.1.2.3:1", True),
         ("tcp://localhost:1", True),
         ("tcp://[::1]:1", True),
+        ("tcp://[0:0:0:0:0:0:0:1]:1", True),
+        ("tcp://[::ffff:127.0.0.1]:1", True),
         ("ipc:///tmp/x", True),
         ("tcp://10.0.0.1:1", False),
         ("tcp://*:1", False),
         ("tcp://0.0.0.0:1", False),
+        ("tcp://[::]:1", False),
+        ("tcp://127.example.org:1", False),
     ],
 )
 def test_loopback_is_told_from_the_rest(address, expected):
     assert is_loopback(address) is expected
+    if not address.endswith("example.org:1"):  # nothing is looked up
+        assert listens_on_loopback(address) is expected
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [(["127.0.1.1"], True), (["::1", "127.0.0.1"], True), (["127.0.0.1", "10.0.0.1"], False), (None, False)],
+)
+def test_a_name_to_listen_on_is_looked_up_and_one_to_connect_to_is_not(found, expected, monkeypatch):
+    def look_up(host, port):
+        assert host == "node7"
+        if found is None:
+            raise socket.gaierror("no such name")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, 0)) for ip in found]
+
+    monkeypatch.setattr("common.net.socket.getaddrinfo", look_up)
+    assert listens_on_loopback("tcp://node7:1") is expected
+    assert not is_loopback("tcp://node7:1")

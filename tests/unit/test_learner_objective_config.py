@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
-from services.learner.config import ObjectiveConfig, OptimizerConfig
+from services.learner.config import LearnerConfig, ObjectiveConfig, OptimizerConfig
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,24 @@ def test_a_learning_rate_that_makes_no_sense_is_refused(options: dict, text: str
 
 def test_a_learning_rate_of_zero_passes_when_it_is_meant() -> None:
     assert OptimizerConfig(lr=0.0, allow_zero_lr=True).lr == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"fake_step_s": 1.0}, "fake_step_s belongs to policy = 'fake'"),
+        ({"fake_die_at_step": 3}, "fake_die_at_step belongs to policy = 'fake'"),
+        ({"fake_gap_alarm": 0.1}, "fake_gap_alarm belongs to policy = 'fake'"),
+        ({"optimizer": {"initial_loss_scale": 16.0}}, "optimizer.initial_loss_scale belongs to dtype = 'float16'"),
+        (
+            {"dtype": "bfloat16", "optimizer": {"loss_scale_window": 10}},
+            "optimizer.loss_scale_window belongs to dtype = 'float16'",
+        ),
+    ],
+)
+def test_a_setting_that_nothing_would_read_is_refused(options: dict, text: str) -> None:
+    with pytest.raises(ValidationError, match=text):
+        LearnerConfig.model_validate(options)
 
 
 def test_the_settings_that_the_readme_names_are_those_that_there_are() -> None:
