@@ -84,9 +84,8 @@ CASES = [(level, kind, name) for level in LEVELS for name in ATTACKS for kind in
 def test_an_attack_earns_nothing_and_leaves_nothing(judge: Judge, kind: str, name: str) -> None:
     attack = ATTACKS[name]
     allowed = attack.run if kind in TEXT_KINDS else attack.called
-    endless = (
-        "TLE" in allowed
-    )  # the others end by themselves, some after imports that take a slow machine longer than QUICK
+    # What ends by itself has time for its imports, on a slow machine too.
+    endless = "TLE" in allowed
     suite = suite_of(kind, limits=(QUICK if endless else {"cpu_s": 2.0}) | attack.limits)
     result = judge.judge(program_of(kind, attack.code), suite)
     assert short(result) in allowed.split(), result
