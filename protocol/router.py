@@ -89,9 +89,13 @@ class CoordinatorSocket:
             self._socket.bind(bind)
         except zmq.ZMQError as error:
             self.close()
+            advice = (
+                f"{_who_may_have(bind)}If another run is using the port, stop it or choose another with --set run.address=tcp://HOST:PORT."
+                if error.errno == zmq.EADDRINUSE
+                else "It must be an address of this machine (coordinator.bind; else run.address), and one that this user may listen on."
+            )
             raise ConfigError(
-                f"The coordinator can't listen on {bind}: {os.strerror(error.errno or 0)}. {_who_may_have(bind)}"
-                "If another run is using the port, stop it or choose another with --set run.address=tcp://HOST:PORT."
+                f"The coordinator can't listen on {bind}: {os.strerror(error.errno or 0)}. {advice}"
             ) from None
         self._loop.add_reader(self._socket.FD, self._arrival.set)
 

@@ -35,7 +35,8 @@ def load_tasks(path: Path) -> list[Task]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The task file {path.resolve()} can't be read: {error}.") from None
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"The task file {path.resolve()} can't be read: {why}.") from None
     tasks: dict[str, Task] = {}
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():

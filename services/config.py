@@ -111,7 +111,9 @@ def _check_files(config: Config) -> list[str]:
             "one, or make it: `make setup` and `make smollm2` make those of the shipped configs."
         )
     elif uses_model:
-        problems += _check_model_folder(config)
+        problems += [
+            f"run.model: {lack}" for lack in model_folder_lacks(config.run.model, chats=config.rollout.engine == "vllm")
+        ]
     if not config.coordinator.tasks.is_file():
         problems.append(
             f"coordinator.tasks: no file at {config.coordinator.tasks.resolve()}. Convert data with forebay data convert."
@@ -132,20 +134,21 @@ def _check_files(config: Config) -> list[str]:
     return problems
 
 
-def _check_model_folder(config: Config) -> list[str]:
-    """What else than config.json must lie there; whether it is whole is seen when it is loaded."""
-    folder, problems = config.run.model, []
+def model_folder_lacks(folder: Path, *, chats: bool) -> list[str]:
+    """What else than config.json must lie in a model's folder; with ``chats`` what makes a prompt of a task, too. Whether it is whole is
+    seen when it is loaded."""
+    problems = []
     if not any(folder.glob("*.safetensors")):
-        problems.append(f"run.model: {folder.resolve()} has no weights (*.safetensors).")
-    if config.rollout.engine != "vllm":
+        problems.append(f"{folder.resolve()} has no weights (*.safetensors).")
+    if not chats:
         return problems
     if not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
         problems.append(
-            f"run.model: {folder.resolve()} has no tokenizer ({', '.join(TOKENIZER_FILES)}): copy its files beside the weights."
+            f"{folder.resolve()} has no tokenizer ({', '.join(TOKENIZER_FILES)}): copy its files beside the weights."
         )
     elif not any(folder.glob("*chat_template*")) and '"chat_template"' not in _text(folder / "tokenizer_config.json"):
         problems.append(
-            f"run.model: the tokenizer of {folder.resolve()} has no chat template, which makes a prompt of a task: add the one of the "
+            f"the tokenizer of {folder.resolve()} has no chat template, which makes a prompt of a task: add the one of the "
             "model's chat version (chat_template.jinja, or chat_template in tokenizer_config.json)."
         )
     return problems

@@ -14,7 +14,7 @@ from common.errors import ConfigError
 from protocol.messages import Sampling
 from protocol.tasks import Task, load_tasks
 from protocol.verdicts import JudgeResult
-from services.config import Config
+from services.config import Config, model_folder_lacks
 from services.reward.pool import JudgePool
 from services.rollout.service import make_engine
 
@@ -43,6 +43,8 @@ def main(config: Config, models: list[Path], tasks_path: Path, *, num_samples: i
     for model in models:
         if not (model / "config.json").is_file():
             raise ConfigError(f"No Hugging Face checkpoint at {model.resolve()}: config.json is missing.")
+        if lacks := model_folder_lacks(model, chats=True):
+            raise ConfigError(f"The checkpoint can't be used: {' '.join(lacks)}")
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     table = Table(

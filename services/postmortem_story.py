@@ -68,7 +68,8 @@ def _last_error(log: str) -> str:
 
 
 def _state(known: Known) -> str:
-    version, of = known.journal.version or known.status.get("version", 0), known.status.get("max_steps")
+    last = known.summary or known.status
+    version, of = known.journal.version or last.get("version", 0), last.get("max_steps")
     step = f"The last committed step is {version}" + (f" of {of}." if of else ".")
     if known.live:
         return f"The run is ALIVE: its coordinator answered. {step}"
@@ -138,8 +139,8 @@ def _blocked(last: dict[str, Any]) -> str:
 def _work(known: Known) -> str:
     groups = ", ".join(f"{count} {status}" for status, count in sorted(known.journal.groups.items()))
     lines = [f"Groups in the journal: {groups}."] if groups else []
-    is_live = known.journal.groups.keys() & {"open", "ready", "batched"} or not known.journal.readable
-    if is_live and (oldest := known.status.get("oldest_groups")):
+    may_live = known.journal.groups.keys() & {"open", "ready", "batched"} or not known.journal.readable
+    if may_live and not _finished(known) and (oldest := known.status.get("oldest_groups")):
         group = oldest[0]
         lines.append(
             f"The oldest live group is {group['group_id']} (task {group['task_id']}), {group['status']}: {group['not_generated']} "

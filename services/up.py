@@ -142,7 +142,14 @@ def _prepare(config_path: Path | None, resume: Path | None, overrides: list[str]
     if resume is not None:
         if not (resume / "config.json").is_file():
             raise ConfigError(f"{resume.resolve()} is not the folder of a run: it has no config.json.")
+        if not os.access(resume, os.W_OK):
+            raise ConfigError(f"The run's folder {resume.resolve()} can't be written here: mend its rights.")
         config = load_config(resume / "config.json", overrides)
+        if (its_own := config.run.run_dir.resolve()) != resume.resolve():
+            raise ConfigError(
+                f"The config in {resume.resolve()} is of a run in {its_own}. Go to the folder in which it was started; if the run has "
+                f"moved, say so: --set run.dir={resume.resolve().parent} (run.id must be the folder's name)."
+            )
         require_consistent(config, str(resume / "config.json"))
         return config, False
     assert config_path is not None

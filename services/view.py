@@ -187,8 +187,9 @@ def _outcome(summary: Status, log_dir: str) -> RenderableType:
     if first:
         table.add_row("reward, first 5 steps", f"{fmean(first):.3f}")
         table.add_row("reward, last 5 steps", f"{fmean(last):.3f}  ({fmean(last) - fmean(first):+.3f})")
-    resumed = " since it was resumed" if summary["steps"] and summary["steps"][0]["at"] < summary["started_at"] else ""
-    table.add_row("steps", f"{summary['version']} of {summary['max_steps']}; {summary['uptime_s']:.0f} s{resumed}")
+    resumed = summary["steps"] and summary["steps"][0]["at"] < summary["started_at"]
+    took = f"; {summary['uptime_s']:.0f} s since it was resumed" if resumed else f" in {summary['uptime_s']:.0f} s"
+    table.add_row("steps", f"{summary['version']} of {summary['max_steps']}{took}")
     syncs = [sync for sync in summary["syncs"] if "total_s" in sync]
     if syncs:
         table.add_row(

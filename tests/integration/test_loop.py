@@ -77,6 +77,14 @@ def test_no_process_outlives_forebay_up(tmp_path):
         run.wait_for_step(1)
         pids = descendants(up.process.pid)
         assert len(pids) >= 4
+        again = run.forebay("up", "--resume", str(next(tmp_path.glob("**/journal.sqlite")).parent))
+        assert again.exit_code() == 2
+        text = again.log.read_text()  # of both
+        assert "Address already in use" in text
+        assert text.count("Coordinator is up") == 1, (
+            "the one that answers is not its own, and no second roles are started"
+        )
+        assert up.process.poll() is None
         up.signal(signal.SIGINT)
         assert up.exit_code() == 130
         assert_gone(pids, within_s=60)

@@ -1,9 +1,12 @@
 """What a user gets who mistypes: one paragraph and an exit code, from the command itself, before anything starts."""
 
+from pathlib import Path
+
 import pytest
 import structlog
 
 from services.cli import main
+from services.config import load_config
 
 FAKE = "deploy/configs/fake.toml"
 
@@ -52,3 +55,12 @@ def test_a_mistake_on_the_command_line_is_one_paragraph(words, says, monkeypatch
     assert said.err.startswith("error: ")
     assert says in said.err
     assert "\n\n" not in said.err
+
+
+def test_a_run_that_was_moved_is_not_begun_anew_elsewhere(tmp_path, monkeypatch, pytestconfig, capsys):
+    monkeypatch.chdir(pytestconfig.rootpath)
+    config = load_config(Path(FAKE), ["run.dir=some-runs"])
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake/config.json").write_text(config.model_dump_json())
+    assert main(["up", "--resume", str(tmp_path / "fake")]) == 2
+    assert f"if the run has moved, say so: --set run.dir={tmp_path}" in capsys.readouterr().err
