@@ -53,10 +53,8 @@ def logs(folder: Path) -> str:
 def test_a_run_by_the_job_scripts_finishes_with_its_roles_on_different_nodes(tmp_path: Path) -> None:
     require_slurm()
     with SlurmCluster(3) as cluster:
-        slowly = (
-            "coordinator.max_steps=4",
-            "learner.fake_step_s=3",
-        )  # so that it does not end before its second rollout node is up
+        # So that it does not end before its second rollout node is up.
+        slowly = ("coordinator.max_steps=4", "learner.fake_step_s=3")
         jobs, _ = start_run(cluster, tmp_path, *slowly)
         assert list(jobs) == ["coordinator", "learner", "rollout", "reward"]
         cluster.wait_until_idle(timeout_s=400)
