@@ -25,150 +25,32 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bench.baselines import BASELINES, missing
-from bench.corpora import REFERENCE_S, ROOT, Completion, completions, fenced, sample, suite_of
+from bench.corpora import ROOT, Completion, completions, sample
 from bench.load import burners
-from protocol import messages as m
-from protocol.codec import Received
-from protocol.router import CoordinatorSocket
-from protocol.suites import TestSuite, parse_suite
-from protocol.verdicts import JudgeResult
-from protocol.versions import VersionTag
-from services.faults.processes import free_port
+from bench.sandbox_node import Coordinator, reward_node
+from bench.sandbox_parts import (
+    CORES,
+    FULL,
+    QUICK,
+    Figures,
+    Job,
+    Size,
+    all_at_once,
+    human_eval_job,
+    judges,
+    must_accept,
+    one_at_a_time,
+    stdin_job,
+    table,
+    tests_job,
+)
 from services.reward.config import RewardConfig
 from services.reward.pool import JudgePool
-
-CORES = len(os.sched_getaffinity(0))
-Job = tuple[str, TestSuite]
-_UNIQUE = itertools.count()
-
-
-@dataclass(frozen=True)
-class Size:
-    """How much is measured."""
-
-    rounds: int
-    many: int  # programs of a throughput
-    few: int  # programs of a latency, one at a time
-    human_eval: int  # completions of c for the judge
-    baseline: int  # ... and for the baselines
-    loaded: int  # completions of d for each load
-
-
-FULL = Size(rounds=5, many=1500, few=300, human_eval=800, baseline=150, loaded=200)
-QUICK = Size(rounds=1, many=120, few=20, human_eval=60, baseline=16, loaded=24)
-
-# ---- programs ----
-
-ECHO = parse_suite({"kind": "stdin", "cases": [{"input": "3\n", "output": "6\n"}]})
-CALLS = [{"args": [n, 2], "expected": n + 2} for n in range(30)]
-
-
-def stdin_job() -> Job:
-    """A trivial program that nobody has judged yet."""
-    return fenced(f"print(int(input()) * 2)  # {next(_UNIQUE)}"), ECHO
-
-
-def tests_job(kind: str, count: int) -> Job:
-    """A trivial program or function with ``count`` tests, each in a process of its own."""
-    if kind == "stdin":
-        cases = [{"input": f"{n}\n", "output": f"{2 * n}\n"} for n in range(count)]
-        return fenced(f"print(int(input()) * 2)  # {next(_UNIQUE)}"), parse_suite({"kind": "stdin", "cases": cases})
-    suite = parse_suite({"kind": "call", "entry_point": "f", "cases": CALLS[:count]})
-    return fenced(f"def f(a, b):\n    return a + b  # {next(_UNIQUE)}"), suite
-
-
-def human_eval_job(row: Completion) -> Job:
-    """A completion, with the time that the reference harness gives it."""
-    return fenced(f"{row.program}\n# {next(_UNIQUE)}"), suite_of(row.task_id, REFERENCE_S)
-
-
-# ---- measuring ----
-
-
-@contextlib.contextmanager
-def judges(workers: int = 0) -> Iterator[JudgePool]:
-    """A started pool that keeps no verdict."""
-    pool = JudgePool(RewardConfig(workers=workers, cache_size=0, max_queue=100_000))
-    pool.start()
-    try:
-        yield pool
-    finally:
-        pool.close()
-
-
-def all_at_once(pool: JudgePool, jobs: Sequence[Job]) -> tuple[float, list[JudgeResult]]:
-    """Judgements a second with all of them waiting, and the results."""
-    started = time.perf_counter()
-    futures: list[Future[JudgeResult]] = [pool.submit(*job) for job in jobs]
-    results = [future.result() for future in futures]
-    return len(jobs) / (time.perf_counter() - started), results
-
-
-def one_at_a_time(pool: JudgePool, jobs: Sequence[Job]) -> tuple[list[float], list[JudgeResult]]:
-    """Seconds from completion to result, each alone."""
-    seconds, results = [], []
-    for job in jobs:
-        started = time.perf_counter()
-        results.append(pool.judge(*job))
-        seconds.append(time.perf_counter() - started)
-    return seconds, results
-
-
-class Figures:
-    """Values by name over the rounds."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, list[float]] = defaultdict(list)
-
-    def add(self, name: str, value: float) -> None:
-        """One round's."""
-        self.values[name].append(value)
-
-    def quantiles_ms(self, name: str, seconds: Sequence[float]) -> None:
-        """Median and 95th percentile of one round."""
-        self.add(f"{name} median", 1000 * statistics.median(seconds))
-        self.add(f"{name} p95", 1000 * float(np.percentile(seconds, 95)))
-
-    def text(self, name: str, digits: int = 0) -> str:
-        """``231 [200-266]``; ``-`` where there is none."""
-        values = self.values.get(name)
-        if not values:
-            return "-"
-        low, high = min(values), max(values)
-        return f"{statistics.median(values):.{digits}f} [{low:.{digits}f}-{high:.{digits}f}]"
-
-    def ratio(self, ours: str, theirs: str) -> str:
-        """Ours over theirs, round by round."""
-        pairs = zip(self.values.get(ours, []), self.values.get(theirs, []), strict=False)
-        ratios = Figures()
-        for ours_value, theirs_value in pairs:
-            ratios.add("", ours_value / theirs_value)
-        return ratios.text("", 2)
-
-
-def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned."""
-    print(f"\n{title}")
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    for row in [head, *rows]:
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), flush=True)
-
-
-def must_accept(results: Sequence[JudgeResult]) -> None:
-    """Raises AssertionError where a program that is right was not accepted: then the figures are of something else."""
-    wrong = [result for result in results if result.verdict != "accepted"]
-    assert not wrong, wrong[0]
-
 
 # ---- a: executions ----
 
@@ -230,97 +112,6 @@ def section_a(size: Size) -> None:
 
 
 # ---- b: through ZeroMQ ----
-
-
-class Coordinator:
-    """As much of a coordinator as a reward node needs: it gives leases, and awaits their results."""
-
-    def __init__(self, router: CoordinatorSocket) -> None:
-        self._router = router
-        self._suites: dict[str, TestSuite] = {}
-        self._open: dict[str, asyncio.Future[JudgeResult]] = {}
-        self._node = b""
-        self.joined: asyncio.Future[m.Hello] = asyncio.get_running_loop().create_future()
-
-    async def judge(self, completion: str, suite: TestSuite) -> JudgeResult:
-        """One lease, to its result."""
-        lease_id = f"lease-{next(_UNIQUE)}"
-        self._suites[suite.content_hash] = suite
-        future = self._open[lease_id] = asyncio.get_running_loop().create_future()
-        lease = m.ScoreLease(
-            lease_id=lease_id,
-            group_id=0,
-            sample_index=0,
-            completion=completion,
-            suite_hash=suite.content_hash,
-            timeout_s=60,
-        )
-        self._router.send(self._node, lease)
-        return await future
-
-    async def shut_down(self) -> None:
-        """Tell the node to leave."""
-        self._router.send(self._node, m.Shutdown(reason="measured"))
-
-    async def serve(self) -> None:
-        """Answer the node, for ever."""
-        while True:
-            for sender, received in await self._router.recv():
-                self._answer(sender, received)
-
-    def _answer(self, sender: bytes, received: Received) -> None:
-        match received.message:
-            case m.Hello() as hello:
-                self._node = sender
-                welcome = m.Welcome(
-                    run_uid="bench", tag=VersionTag(version=0), heartbeat_interval_s=2, node_timeout_s=30
-                )
-                self._router.send(sender, welcome, re=received.seq)
-                if not self.joined.done():
-                    self.joined.set_result(hello)
-            case m.Heartbeat():
-                self._router.send(sender, m.HeartbeatAck(), re=received.seq)
-            case m.SuiteRequest() as request:
-                data = {"json_utf8": np.frombuffer(self._suites[request.suite_hash].to_json(), dtype=np.uint8)}
-                answer = m.Suite(suite_hash=request.suite_hash)
-                self._router.send(sender, answer, re=received.seq, arrays=data)
-            case m.ScoreResult() as result:
-                self._router.send(sender, m.Ack(), re=received.seq)
-                self._open.pop(result.lease_id).set_result(result.result)
-
-
-@contextlib.asynccontextmanager
-async def reward_node() -> AsyncIterator[tuple[Coordinator, m.Hello]]:
-    """A coordinator's socket, and ``python -m services.reward`` that has joined it."""
-    with tempfile.TemporaryDirectory(prefix="forebay-bench-") as folder:
-        address = f"tcp://127.0.0.1:{free_port()}"
-        tasks = Path(folder) / "tasks.jsonl"
-        task = {"task_id": "t", "prompt": "p", "tests": ECHO.model_dump(mode="json")}
-        tasks.write_text(json.dumps(task) + "\n", encoding="utf-8")
-        config = {
-            "run": {"id": "bench", "dir": folder, "model": folder, "address": address, "log_level": "warning"},
-            "coordinator": {"tasks": str(tasks), "max_steps": 1},
-            "reward": {"cache_size": 0},
-        }
-        path = Path(folder) / "config.json"
-        path.write_text(json.dumps(config), encoding="utf-8")
-        router = CoordinatorSocket(address, "bench")
-        coordinator = Coordinator(router)
-        serving = asyncio.create_task(coordinator.serve())
-        command = [sys.executable, "-m", "services.reward", "--config", str(path), "--node-id", "bench"]
-        node = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL)  # noqa: ASYNC220 (once, before any measuring)
-        try:
-            async with asyncio.timeout(60):
-                hello = await coordinator.joined
-            yield coordinator, hello
-            await coordinator.shut_down()
-            await asyncio.to_thread(node.wait, 20)
-        finally:
-            node.kill()
-            node.wait()
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
-            router.close()
 
 
 async def _through_zeromq(size: Size) -> None:

@@ -5,6 +5,7 @@ Every default is written once, in the model that owns it, with its unit in its n
 
 from __future__ import annotations
 
+import difflib
 import json
 import tomllib
 from pathlib import Path
@@ -103,10 +104,14 @@ def validate(model: type[M], data: dict[str, Any], *, source: str) -> M:
 
 
 def _say(model: type[BaseModel], item: Any) -> str:
-    if item["type"] != "extra_forbidden":
+    if item["type"] in ("missing", "value_error"):  # the input is a whole table, or in the words already
         return str(item["msg"]).removeprefix("Value error, ")
-    known = ", ".join(sorted(_section_keys(model, item["loc"][:-1])))
-    return f"unknown key. Known here: {known}" if known else "unknown key"
+    if item["type"] != "extra_forbidden":
+        return f"{item['msg']}; it is {item['input']!r}"
+    known = sorted(_section_keys(model, item["loc"][:-1]))
+    close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.75)
+    meant = f" Did you mean {close[0]}?" if close else ""
+    return f"unknown key.{meant} Known here: {', '.join(known)}" if known else "unknown key"
 
 
 def _section_keys(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:

@@ -3,7 +3,8 @@
     ForebayError                exit  1   anything below; the message says what, where, and what to do
     |- ConfigError              exit  2   a config, task file, flag or model folder is wrong; nothing was started
     |- PeerError                exit  3   another process could not be reached, or refused us
-    |   `- RankLost             exit  1   a rank of the learner ended because another had; the world ends with that one's code
+    |   |- RankLost             exit  1   a rank of the learner ended because another had; the world ends with that one's code
+    |   `- NotTakenBack         exit  1   the coordinator doesn't take this process back; one that is started anew may join
     |- ProtocolError            exit  4   a frame or message breaks the protocol
     |- WaitTimeout              exit  5   a named wait passed its deadline
     |- InvariantError           exit  6   the ledger, a version or the journal contradicts itself
@@ -42,6 +43,12 @@ class PeerError(ForebayError):
 
 class RankLost(PeerError):
     """Another rank of the learner is gone. This one has no reason of its own to end, so its exit code is the one that says least."""
+
+    exit_code = 1
+
+
+class NotTakenBack(PeerError):
+    """The coordinator refuses a process that was in the run before: another has its place, or the run is another one."""
 
     exit_code = 1
 

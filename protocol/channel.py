@@ -24,7 +24,7 @@ import structlog
 import zmq
 import zmq.asyncio
 
-from common.errors import PeerError, ProtocolError
+from common.errors import NotTakenBack, PeerError, ProtocolError
 from common.loop_watch import LoopWatch
 from common.recorder import RECORDER
 from common.waits import Overdue, Wait, WaitTable
@@ -301,7 +301,7 @@ class NodeChannel:
             num_requests = await self._send_again(older_than_s=0)
             log.info("rejoined", resent=num_requests)
         except PeerError as error:
-            self._fail(error)
+            self._fail(NotTakenBack(str(error)))
         finally:
             self._rejoining = False
 

@@ -12,7 +12,12 @@ if TYPE_CHECKING:
     from protocol.security import Keys
     from services.config import Config
 
-ROLES = ("coordinator", "rollout", "reward", "learner")
+ROLES = {
+    "coordinator": "run the coordinator of a run",
+    "rollout": "run one rollout node",
+    "reward": "run one reward node; --once: judge a file, without a run",
+    "learner": "run the learner, or this machine's ranks of it",
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -27,8 +32,8 @@ def parser() -> argparse.ArgumentParser:
     up.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this folder")
     _add_set(up)
 
-    for role in ROLES:
-        one = commands.add_parser(role, help=f"run one {role}")
+    for role, text in ROLES.items():
+        one = commands.add_parser(role, help=text)
         one.add_argument("--config", type=Path, required=role != "reward")
         one.add_argument("--node-id", default="", help="name in logs and status; must be unique in the run")
         if role == "reward":

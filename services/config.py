@@ -20,6 +20,8 @@ from services.learner.layouts import layout_violations
 from services.reward.config import RewardConfig
 from services.rollout.config import RolloutConfig
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "*.tiktoken")
+
 
 class UpConfig(StrictModel):
     """What ``forebay up`` starts on this machine. Other machines start roles one by one."""
@@ -108,6 +110,8 @@ def _check_files(config: Config) -> list[str]:
             f"run.model: no Hugging Face checkpoint at {config.run.model.resolve()} (config.json is missing). Give the folder of "
             "one, or make it: `make setup` and `make smollm2` make those of the shipped configs."
         )
+    elif uses_model:
+        problems += _check_model_folder(config)
     if not config.coordinator.tasks.is_file():
         problems.append(
             f"coordinator.tasks: no file at {config.coordinator.tasks.resolve()}. Convert data with forebay data convert."
@@ -121,14 +125,46 @@ def _check_files(config: Config) -> list[str]:
         config.run.read_keys()
     except ConfigError as error:
         problems.append(f"run.key_file: {error}")
+    from services.coordinator.opening import unprotected  # here, so that reading a config needs no ZeroMQ
+
+    if open_to_all := unprotected(config.run, config.coordinator):
+        problems.append(open_to_all)
     return problems
 
 
-def _model_shape(config: Config) -> dict[str, Any]:
+def _check_model_folder(config: Config) -> list[str]:
+    """What else than config.json must lie there; whether it is whole is seen when it is loaded."""
+    folder, problems = config.run.model, []
+    if not any(folder.glob("*.safetensors")):
+        problems.append(f"run.model: {folder.resolve()} has no weights (*.safetensors).")
+    if config.rollout.engine != "vllm":
+        return problems
+    if not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+        problems.append(
+            f"run.model: {folder.resolve()} has no tokenizer ({', '.join(TOKENIZER_FILES)}): copy its files beside the weights."
+        )
+    elif not any(folder.glob("*chat_template*")) and '"chat_template"' not in _text(folder / "tokenizer_config.json"):
+        problems.append(
+            f"run.model: the tokenizer of {folder.resolve()} has no chat template, which makes a prompt of a task: add the one of the "
+            "model's chat version (chat_template.jinja, or chat_template in tokenizer_config.json)."
+        )
+    return problems
+
+
+def _text(path: Path) -> str:
     try:
-        return dict(json.loads((config.run.model / "config.json").read_text(encoding="utf-8")))
+        return path.read_text(encoding="utf-8")
     except (OSError, ValueError):
+        return ""
+
+
+def _model_shape(config: Config) -> dict[str, int]:
+    """The whole numbers in the model's config.json; {} if it can't be read."""
+    try:
+        raw = json.loads(_text(config.run.model / "config.json"))
+    except ValueError:
         return {}
+    return {key: value for key, value in raw.items() if isinstance(value, int)} if isinstance(raw, dict) else {}
 
 
 def _check_lengths(config: Config) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -29,7 +30,7 @@ def tell(known: Known) -> Story:
     """The whole page."""
     # At its end a run waits for nothing but its nodes to leave: the status before that has what people look for.
     last = known.status if known.status.get("waits") else known.summary or known.status
-    waits, cycles = last.get("waits", []), last.get("cycles", [])
+    waits, cycles = ([], []) if _finished(known) else (last.get("waits", []), last.get("cycles", []))
     waits_at = _when(last.get("at"))
     parts = [
         f"Post-mortem of run {_run_id(known)}\n",
@@ -51,6 +52,21 @@ def _run_id(known: Known) -> str:
     )
 
 
+def _finished(known: Known) -> bool:
+    return not known.live and known.summary.get("state") == "finished"
+
+
+def _last_error(log: str) -> str:
+    """The error paragraph with which the last life of a process ended, as its log has it; '' if there is none."""
+    lines = log.splitlines()
+    started = max((i for i, line in enumerate(lines) if '"event": "starting"' in line), default=-1)
+    said = [i for i, line in enumerate(lines) if i > started and line.startswith("error: ")]
+    if not said:
+        return ""
+    paragraph = itertools.takewhile(lambda line: not line.startswith("{"), lines[said[-1] :])
+    return "\n".join(paragraph).removeprefix("error: ")
+
+
 def _state(known: Known) -> str:
     version, of = known.journal.version or known.status.get("version", 0), known.status.get("max_steps")
     step = f"The last committed step is {version}" + (f" of {of}." if of else ".")
@@ -62,6 +78,8 @@ def _state(known: Known) -> str:
         )
         reason = str(known.summary.get("end_reason") or "no reason was given")
         return textwrap.fill(f"{ended}: {reason.partition('. ')[0].rstrip('.')}. {step}", 118)
+    if said := _last_error(known.logs.get("coordinator.log", "")):
+        return textwrap.fill(f"The run FAILED, and left no summary. The coordinator's last words: {said} {step}", 118)
     if known.status:
         return textwrap.fill(
             "The coordinator ended WITHOUT A WORD (killed, out of memory, or its machine went away): it left no summary. It was last "
@@ -83,7 +101,10 @@ def _failures(known: Known) -> str:
         f"{_when(r['at'])}  {r['node_id']} ({r['role']}): {r.get('error') or 'vanished: ' + r['gone']}" for r in recent
     ]
     if not lines:
-        return "No process reported an error." + _earlier(len(bad))
+        said = {name.removesuffix(".log"): _last_error(text) for name, text in known.logs.items()}
+        found = [f"{name}: {words}" for name, words in said.items() if words]
+        head = "\nNo process left a report, but logs end with errors:" if found else "No process reported an error."
+        return (_list(head, found) or head) + _earlier(len(bad))
     first = recent[0]
     head = f"\nFailed first: {first['node_id']} ({first['role']}) on {first.get('host', 'an unknown host')}"
     return (
@@ -117,8 +138,8 @@ def _blocked(last: dict[str, Any]) -> str:
 def _work(known: Known) -> str:
     groups = ", ".join(f"{count} {status}" for status, count in sorted(known.journal.groups.items()))
     lines = [f"Groups in the journal: {groups}."] if groups else []
-    oldest = known.status.get("oldest_groups") or []
-    if oldest:
+    is_live = known.journal.groups.keys() & {"open", "ready", "batched"} or not known.journal.readable
+    if is_live and (oldest := known.status.get("oldest_groups")):
         group = oldest[0]
         lines.append(
             f"The oldest live group is {group['group_id']} (task {group['task_id']}), {group['status']}: {group['not_generated']} "
@@ -134,8 +155,10 @@ def _work(known: Known) -> str:
         lines.append(
             f"Handed to the learner and not committed: step {steps}. It is trained on the same batch when the run goes on."
         )
-    if known.journal.readable and known.config:
-        lines.append("Nothing acknowledged is lost. Go on with: forebay up --resume RUN (or start the roles again).")
+    if known.journal.readable and known.config and not known.live and not _finished(known):
+        lines.append(
+            f"Nothing acknowledged is lost. Go on with: forebay up --resume {known.run_dir} (or start the roles again)."
+        )
     return _list("\nThe work:", lines)
 
 

@@ -165,7 +165,18 @@ def _read_summary(run_dir: Path) -> view.Status | None:
 
 
 def _how_it_failed(code: int | None) -> str:
-    return f"no answer within {START_TIMEOUT_S:.0f} s" if code is None else f"exit code {code}"
+    return f"no answer within {START_TIMEOUT_S:.0f} s" if code is None else _how_it_ended(code)
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    killed = f"was killed by {signal.Signals(-code).name}"
+    return (
+        f"{killed} (if by nobody here, the machine may be out of memory: see dmesg)"
+        if -code == signal.SIGKILL
+        else killed
+    )
 
 
 class Fleet:
@@ -219,10 +230,12 @@ class Fleet:
                 )
             try:
                 status = view.fetch(self.config.run.address, self.config.run.id, keys=self._keys, timeout_s=0.5)
-                self._shown_step = status["version"]  # steps of an earlier life were shown then
-                break
             except PeerError:
                 continue
+            if self.coordinator.process is not None and status.get("pid") == self.coordinator.process.pid:
+                self._shown_step = status["version"]  # steps of an earlier life were shown then
+                break
+            time.sleep(POLL_S)  # the run is alive already; our coordinator ends and says so
         for child in self.others:
             child.start()
         self.console.print(
@@ -279,7 +292,7 @@ class Fleet:
                 or child.restarts >= self.config.up.max_restarts
             ):
                 error = ForebayError(
-                    f"{child.name} ended with exit code {code}: {child.last_words()}\n"
+                    f"{child.name} {_how_it_ended(code)}: {child.last_words()}\n"
                     f"All that is known of the run, in one archive: forebay postmortem {self.run_dir}"
                 )
                 error.exit_code = max(1, code)
@@ -287,7 +300,7 @@ class Fleet:
             else:
                 child.restarts += 1
                 self.console.print(
-                    f"[yellow]{child.name} ended with exit code {code}; starting it again ({child.restarts}).[/yellow]"
+                    f"[yellow]{child.name} {_how_it_ended(code)}; starting it again ({child.restarts}).[/yellow]"
                 )
                 child.signal_group(signal.SIGKILL)  # what it may have left in its session
                 child.start()

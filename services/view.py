@@ -20,6 +20,7 @@ from protocol.messages import StatusReply, StatusRequest
 from protocol.security import Keys
 
 Status = dict[str, Any]
+PLAIN_WIDTH = 160  # columns in a file or a pipe, where nothing has to be broken
 _WORK = {"rollout": "generated_tokens", "reward": "judged"}  # the counter that is a node's output
 
 
@@ -45,8 +46,14 @@ def main(address: str, *, keys: Keys | None, as_json: bool) -> int:
     time.sleep(Rates.SHORTEST_S)  # a rate takes two looks
     with contextlib.suppress(PeerError):  # it ended meanwhile
         status = fetch(address, keys=keys)
-    Console().print(render(status, rates))
+    plain_console().print(render(status, rates))
     return 0
+
+
+def plain_console() -> Console:
+    """The terminal, or a wide page where there is none."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PLAIN_WIDTH)
 
 
 class Rates:
@@ -133,7 +140,8 @@ def routing(row: dict[str, Any]) -> str:
 def _nodes(status: Status, rate: dict[str, float]) -> RenderableType:
     table = Table(title_justify="left")
     for name in ("node", "role", "host", "weights or sandbox", "leases", "rate", "seen", "loop lag (max)"):
-        table.add_column(name, justify="right" if name in ("leases", "rate", "seen", "loop lag (max)") else "left")
+        justify: Any = "right" if name in ("leases", "rate", "seen", "loop lag (max)") else "left"
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=name in ("node", "role"))
     units = {"rollout": "tok/s", "reward": "judged/s", "learner": "tok/s"}
     for node in sorted(status["nodes"], key=lambda node: (node["role"], node["node_id"])):
         value = rate.get("trained" if node["role"] == "learner" else node["node_id"])
@@ -179,7 +187,8 @@ def _outcome(summary: Status, log_dir: str) -> RenderableType:
     if first:
         table.add_row("reward, first 5 steps", f"{fmean(first):.3f}")
         table.add_row("reward, last 5 steps", f"{fmean(last):.3f}  ({fmean(last) - fmean(first):+.3f})")
-    table.add_row("steps", f"{summary['version']} of {summary['max_steps']} in {summary['uptime_s']:.0f} s")
+    resumed = " since it was resumed" if summary["steps"] and summary["steps"][0]["at"] < summary["started_at"] else ""
+    table.add_row("steps", f"{summary['version']} of {summary['max_steps']}; {summary['uptime_s']:.0f} s{resumed}")
     syncs = [sync for sync in summary["syncs"] if "total_s" in sync]
     if syncs:
         table.add_row(

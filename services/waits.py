@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import time
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from common.wait_graph import WaitRow, cycle_text
 from protocol.security import Keys
-from services.view import Status, fetch
+from services.view import Status, fetch, plain_console
 
 AGAIN_S = 1.0
-PLAIN_WIDTH = 160  # columns in a file or a pipe, where nothing has to be broken
 
 
 def main(address: str, *, keys: Keys | None, as_json: bool, watch: bool) -> int:
@@ -28,9 +27,7 @@ def main(address: str, *, keys: Keys | None, as_json: bool, watch: bool) -> int:
     if as_json:
         print(json.dumps({"waits": status["waits"], "cycles": status["cycles"]}, indent=1))
         return 0
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH)
+    console = plain_console()
     if not watch:
         console.print(render(status))
         return 0

@@ -35,7 +35,8 @@ HEAVY = {
     "test_megatron_world", "test_quickstart", "test_resume_equal", "test_vllm_engine", "test_vllm_moe",
 }  # fmt: skip
 JUDGE = {
-    "test_agreement", "test_attacks", "test_bad_jobs", "test_hacks", "test_judge_commands", "test_judging", "test_reports", "test_soak",
+    "test_agreement", "test_attacks", "test_bad_jobs", "test_hacks", "test_judge_commands", "test_judge_start_and_end", "test_judging",
+    "test_reports", "test_reports_service", "test_soak",
 }  # fmt: skip
 
 

@@ -63,7 +63,7 @@ class NodeDesk:
 
     def on_hello(self, identity: bytes, re: int, hello: m.Hello) -> None:
         """Let it in, or say why not."""
-        if reason := self._refusal(hello):
+        if reason := self._refusal(identity, hello):
             log.warning("node_refused", node=hello.node_id, role=hello.role, reason=reason)
             return self._reply(identity, m.Refused(reason=reason), re)
         if self._members.by_identity(identity) is None:  # else it says so twice: our answer was late
@@ -76,11 +76,18 @@ class NodeDesk:
         )
         self._reply(identity, welcome, re)
 
-    def _refusal(self, hello: m.Hello) -> str:
+    def _refusal(self, identity: bytes, hello: m.Hello) -> str:
         if hello.role not in ("rollout", "reward", "learner"):
             return f"Unknown role {hello.role!r}."
         if hello.run_uid not in ("", self._run_uid):
             return f"The run {self._run.id!r} at this address is another one than this node joined; restart the node."
+        if hello.run_uid and (
+            other := self._other_holder(identity, hello)
+        ):  # else the two would replace each other for ever
+            return (
+                f"Process {other.pid} on {other.host} has joined as {other.node_id!r} meanwhile, and took this one's place. If both are to "
+                "work, give each its own --node-id; a run has one learner."
+            )
         if hello.role == "learner" and hello.checkpoint_step > self._pool.version:
             return (
                 f"The learner's checkpoint is of step {hello.checkpoint_step}, but this run has committed {self._pool.version}: "
@@ -93,6 +100,13 @@ class NodeDesk:
                 f"{self._pool.first_kept_step} on: newer checkpoints existed and are gone. Restore them to {self._run.run_dir}/checkpoints."
             )
         return ""
+
+    def _other_holder(self, identity: bytes, hello: m.Hello) -> Node | None:
+        """Another process that is in the run under the name of this one, or as its learner."""
+        for node in self._members.nodes.values():
+            if node.identity != identity and (node.node_id == hello.node_id or node.role == hello.role == "learner"):
+                return node
+        return None
 
     def _join(self, identity: bytes, hello: m.Hello) -> None:
         replaced = [hello.node_id]

@@ -13,20 +13,27 @@ from services.coordinator.config import CoordinatorConfig
 from services.coordinator.journal import Journal
 
 
+def unprotected(run: RunConfig, config: CoordinatorConfig) -> str:
+    """What is wrong with listening without keys, and what to do; '' if nothing is."""
+    bind = config.bind or run.address
+    if run.key_file is not None or listens_on_loopback(bind) or config.insecure:
+        return ""
+    return (
+        f"coordinator.bind {bind} can be reached from other machines, and nothing is encrypted or authenticated. Make keys "
+        "(forebay keys FILE) and name them in run.key_file on every machine, listen on a loopback address, or say "
+        "coordinator.insecure = true if the network is yours alone."
+    )
+
+
 def open_parts(run: RunConfig, config: CoordinatorConfig) -> tuple[list[Task], CoordinatorSocket, Journal]:
     """The tasks, the bound socket and the open journal of a run.
 
     Raises:
         ConfigError: tasks, address or journal can't be used; nothing is left open.
     """
-    bind = config.bind or run.address
-    keys = run.read_keys()
-    if keys is None and not listens_on_loopback(bind) and not config.insecure:
-        raise ConfigError(
-            f"coordinator.bind {bind} can be reached from other machines, and nothing is encrypted or authenticated. Make keys "
-            "(forebay keys FILE) and name them in run.key_file on every machine, listen on a loopback address, or say "
-            "coordinator.insecure = true if the network is yours alone."
-        )
+    if open_to_all := unprotected(run, config):
+        raise ConfigError(open_to_all)
+    bind, keys = config.bind or run.address, run.read_keys()
     tasks = load_tasks(config.tasks)
     socket = CoordinatorSocket(bind, run.id, keys=keys)
     fixed = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ def build_status(coordinator: Coordinator) -> dict[str, Any]:
         "started_at": time.time() - (time.monotonic() - coordinator.started_at),
         "run_id": coordinator.run.id,
         "run_dir": str(coordinator.run.run_dir),
+        "pid": os.getpid(),
         "state": coordinator.state,
         "end_reason": coordinator.end_reason,
         "uptime_s": time.monotonic() - coordinator.started_at,

@@ -1,18 +1,21 @@
-"""What a grader found: one result a test, and what is true of the whole. Pure data, collected in the order of the suite."""
+"""What a grader found: one result a test, and what is true of the whole; and what the limits say of a run. Pure."""
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
 
+from protocol.suites import Limits
 from protocol.verdicts import TestResult, Verdict
-from services.reward.sandbox.host import Report
+from services.reward.sandbox.control import Report
+from services.reward.sandbox.guest import EXIT_MEMORY
 
 MAX_TIME_LIMITS = 3  # a program that was stopped this often has had its time: the tests that are left count as failed
 
 
 @dataclass
 class Graded:
-    """Filled by a grader. ``total``: number of tests of the suite; what did not run counts as failed."""
+    """Filled by a grader, in the order of the suite. ``total``: number of tests of the suite; what did not run counts as failed."""
 
     total: int
     stop_early: bool
@@ -82,3 +85,26 @@ class Graded:
         if not self.tests or len(self.tests) < self.total:
             return Verdict.INFRA_ERROR, "The suite ran to its end without testing the candidate."
         return Verdict.ACCEPTED, ""
+
+
+def limit_verdict(report: Report, limits: Limits, *, overflow: bool, stderr: bytes = b"") -> tuple[Verdict, str] | None:
+    """What the limits say of a run, in the order of README.md: security, output, memory, time; ``None``: it kept them."""
+    if report.signal == signal.SIGSYS:
+        return Verdict.SECURITY_VIOLATION, "Killed for a forbidden system call."
+    if overflow:
+        return Verdict.OUTPUT_LIMIT, "More output than the limit."
+    if report.killed == "memory" or report.exit_code == EXIT_MEMORY:
+        return Verdict.MEMORY_LIMIT, f"More memory than {limits.memory_mib} MiB."
+    if report.signal == signal.SIGKILL and not report.killed and report.memory_mib >= 0.9 * limits.memory_mib:
+        return Verdict.MEMORY_LIMIT, "Killed by the kernel, out of memory."
+    if report.signal in (signal.SIGABRT, signal.SIGSEGV) and (
+        b"std::bad_alloc" in stderr[-4096:] or b"heap out of memory" in stderr[-8192:]
+    ):
+        return Verdict.MEMORY_LIMIT, f"More memory than {limits.memory_mib} MiB."
+    if report.killed in ("cpu", "wall"):
+        return Verdict.TIME_LIMIT, f"The {report.killed} time limit passed."
+    if report.signal == signal.SIGXCPU:
+        return Verdict.TIME_LIMIT, "The cpu time limit passed."
+    if report.killed == "processes":
+        return Verdict.RUNTIME_ERROR, f"More processes than {limits.processes}."
+    return None

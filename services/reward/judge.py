@@ -5,7 +5,7 @@
                                          v          | outputs and values
                                      sandboxes (lab.py), which never see an expected one
 
-The order of decision is SANDBOX.md 1.5: infra, no code, compile error, security, output, memory, time, runtime error, wrong answer,
+The order of decision: infra, no code, compile error, security, output, memory, time, runtime error, wrong answer,
 accepted. ``accepted`` needs every test of the suite to have run and passed, and at least one.
 """
 
@@ -38,7 +38,7 @@ from services.reward.graders.asserts import grade_asserts
 from services.reward.graders.calls import Cases, grade_calls
 from services.reward.graders.programs import grade_checker, grade_stdin
 from services.reward.lab import LEVELS, Lab, Refused
-from services.reward.sandbox.host import CannotStart, Level, WorkerDied
+from services.reward.sandbox.control import CannotStart, Level, WorkerDied
 
 log = structlog.get_logger()
 MAX_ATTEMPTS = 3  # of a judgement that a worker died of

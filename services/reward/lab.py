@@ -2,77 +2,32 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
-import signal
-import stat
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
+from functools import partial
 from typing import Any
 
 import structlog
 
 from common.errors import ConfigError
 from protocol.suites import Limits
-from protocol.verdicts import Verdict
+from services.reward import self_test
+from services.reward.artifacts import Artifacts
 from services.reward.config import RewardConfig
+from services.reward.functions import Functions
 from services.reward.languages import Toolchain, Toolchains
 from services.reward.sandbox import values
 from services.reward.sandbox.cgroups import WorkerGroups
-from services.reward.sandbox.guest import EXIT_MEMORY
-from services.reward.sandbox.host import (
-    CannotStart,
-    Ended,
-    Filter,
-    Guest,
-    Level,
-    Order,
-    Report,
-    Role,
-    Worker,
-    flavour_of,
-    parts,
-    start_worker,
-)
+from services.reward.sandbox.control import CannotStart, Ended, Filter, Level, Order, Report, Role
+from services.reward.sandbox.flavours import flavour_of
+from services.reward.sandbox.host import Worker, start_worker
+from services.reward.sandbox.streams import Guest, python_program
 
 log = structlog.get_logger()
 LEVELS: tuple[Level, ...] = ("namespaces", "landlock")
 _RUNS_PER_WORKER = 5000  # then a fresh one, so that nothing can pile up in it
-_MAX_ARTIFACT_BYTES = 64 << 20
-_KEPT_ARTIFACTS_BYTES = 256 << 20
-_SELF_TEST_LIMITS = Limits(cpu_s=10, wall_s=60)
-# What a candidate could find of the judge's, it would find with this; the canary is in the judge's memory, as expected values are.
-_PROBE = """
-import gc, os, sys
-frame, seen = sys._getframe(), []
-while frame:
-    seen += [frame.f_locals, frame.f_globals]
-    frame = frame.f_back
-seen += [o for o in gc.get_objects() if isinstance(o, (str, bytes, list, tuple))]
-for fd in range(256):
-    if fd > 2:
-        try:
-            os.read(fd, 1)
-            print('descriptor', fd)
-        except OSError:
-            pass
-text = repr(seen) + repr(dict(os.environ)) + repr(sys.argv)
-for path in ('/etc/passwd', '/proc/1/environ', '/proc/self/status', '/root', '/home'):
-    try:
-        os.listdir(path) if os.path.isdir(path) else open(path).read()
-        print('readable', path)
-    except OSError:
-        pass
-try:
-    os.fork() or os._exit(0)
-    print('forked')
-except OSError:
-    pass
-print('found' if input() in text else 'nothing')
-"""
 
 
 class Refused(Exception):
@@ -99,7 +54,7 @@ class Lab:
         self._levels: tuple[Level, ...] = (*levels, "none") if config.unsafe else levels
         self._workers: dict[tuple[str, str], Worker] = {}
         self._toolchains = Toolchains()
-        self._artifacts: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # compiled programs: descriptor and size
+        self._artifacts = Artifacts()
         self._groups = WorkerGroups.find()
         self.isolation = "none"
 
@@ -124,8 +79,7 @@ class Lab:
     def close(self) -> None:
         """End all workers. Safe to call twice."""
         self.drop()
-        while self._artifacts:
-            os.close(self._artifacts.popitem()[1][0])
+        self._artifacts.close()
 
     # ---- workers ----
 
@@ -177,15 +131,10 @@ class Lab:
         if worker.flavour == "native":
             return  # it never runs Python; the compilers' own tests are the suites
         canary = f"canary-{secrets.token_hex(16)}"
-        run = self._run_python(worker, parts(b"source", _PROBE.encode(), b""), _SELF_TEST_LIMITS, canary.encode())
-        said = run.stdout.decode("utf-8", "replace").split("\n")
-        if run.report.exit_code or "nothing" not in said:
-            raise ConfigError(
-                f"The sandbox's self-test failed: exit code {run.report.exit_code}, {said} {run.stderr.decode('utf-8', 'replace')[-300:]}. "
-                "Is reward.python a CPython >= 3.10?"
-            )
-        if len(said) > 2 and worker.level != "none":
-            raise ConfigError(f"The sandbox's self-test got out of it: {', '.join(said[:-2])}.")
+        run = self._run_python(worker, python_program(self_test.PROBE), self_test.LIMITS, canary.encode())
+        isolated = worker.level != "none"
+        if problem := self_test.problem(run.report.exit_code, run.stdout, run.stderr, isolated=isolated):
+            raise ConfigError(problem)
 
     def _discard(self, worker: Worker) -> None:
         """After an anomaly: it is never used again."""
@@ -235,9 +184,7 @@ class Lab:
         self, code: str, artifact: bytes, limits: Limits, stdin: bytes, *, keep: bool, cap_bytes: int
     ) -> Execution:
         """Run a Python program. ``artifact``: the code object that an earlier run of the same code gave back, when asked to ``keep``."""
-        frame = (
-            parts(b"code", artifact, b"") if artifact else parts(b"source", _encoded(code), b"keep" if keep else b"")
-        )
+        frame = python_program(code, artifact, keep=keep)
         return self._run_python(self.worker(flavour_of(code)), frame, limits, stdin, cap_bytes=cap_bytes)
 
     def _run_python(self, worker: Worker, frame: bytes, limits: Limits, stdin: bytes, cap_bytes: int = 0) -> Execution:
@@ -279,10 +226,10 @@ class Lab:
         return Execution(report, bytes(guest.stdout), bytes(guest.stderr), guest.overflow)
 
     def _compiled(self, toolchain: Toolchain, code: str) -> tuple[int, str | None]:
-        key = blake2b(_encoded(f"{toolchain.compile}\0{code}")).digest()
-        if key in self._artifacts:
-            self._artifacts.move_to_end(key)
-            return self._artifacts[key][0], None
+        """Descriptor of the compiled program, or -1 and why there is none."""
+        kept = self._artifacts.get(toolchain, code)
+        if kept is not None:
+            return kept, None
         worker = self.worker("native")
         limits = toolchain.compile_limits
         self._groups.limit(worker, limits)
@@ -297,16 +244,10 @@ class Lab:
                 os.close(report.artifact)
             if report.killed:
                 return -1, f"The compiler passed its {report.killed} limit."
-            return -1, guest.stderr.decode("utf-8", "replace")[
-                :2000
-            ] or f"The compiler failed (signal {report.signal})."
-        descriptor, size = _sealed_copy(report.artifact)
-        if descriptor < 0:
-            return -1, "The compiled program is too large, or no file."
-        self._artifacts[key] = (descriptor, size)
-        while sum(size for _, size in self._artifacts.values()) > _KEPT_ARTIFACTS_BYTES and len(self._artifacts) > 1:
-            os.close(self._artifacts.popitem(last=False)[1][0])
-        return descriptor, None
+            said = guest.stderr.decode("utf-8", "replace")[:2000]
+            return -1, said or f"The compiler failed (signal {report.signal})."
+        kept = self._artifacts.keep(toolchain, code, report.artifact)
+        return (-1, "The compiled program is too large, or no file.") if kept is None else (kept, None)
 
     def functions(
         self,
@@ -321,7 +262,9 @@ class Lab:
         """A process that has loaded ``code`` and answers calls of its functions: ``calls`` and no others, if they are given."""
         flavour = flavour_of(code)
         worker = self.worker("plain" if flavour == "bare" else flavour, use)
-        return Functions(self, worker, code, limits, artifact=artifact, keep=keep, calls=calls)
+        guest = self.start_guest(worker, self.order("functions", limits), merge=True)
+        finish = partial(self.finish, worker, guest)
+        return Functions(guest, finish, code, artifact=artifact, keep=keep, calls=calls)
 
     def toolchain(self, language: str) -> Toolchain:
         """Raises ``Refused`` where it is not installed."""
@@ -337,136 +280,9 @@ class Lab:
         worker = self.worker("plain")
         guest = self.start_guest(worker, self.order("readability", Limits(cpu_s=2)), merge=True)
         try:
-            reply = values.unpack(guest.exchange(_encoded(code)))
+            reply = values.unpack(guest.exchange(code.encode("utf-8", "surrogatepass")))
             return values.Decoder().decode(reply[1])
         except (Ended, values.ValueRefused, IndexError, TypeError):
             return {}
         finally:
             self.finish(worker, guest)
-
-
-class Functions:
-    """A candidate's functions in their own process. ``compile_error`` and ``raised`` say what loading them came to.
-
-    When all calls are known beforehand they are sent along with the code and the process ends after the last; then most runs are over
-    before anything of them has to be read here.
-    """
-
-    def __init__(
-        self,
-        lab: Lab,
-        worker: Worker,
-        code: str,
-        limits: Limits,
-        *,
-        artifact: bytes,
-        keep: bool,
-        calls: Sequence[bytes] | None,
-    ) -> None:
-        self._lab, self._worker = lab, worker
-        self.guest = lab.start_guest(worker, lab.order("functions", limits), merge=True)
-        self.report: Report | None = None
-        self.compile_error: str | None = None
-        self.raised: str | None = None
-        self.artifact = artifact
-        self.compiled = bool(artifact)
-        self._sent_ahead = calls is not None
-        self.loaded = False
-        source = (
-            parts(b"code", artifact, b"") if artifact else parts(b"source", _encoded(code), b"keep" if keep else b"")
-        )
-        try:
-            if calls is None:
-                self.guest.send(source)
-            else:
-                self.guest.send(source, *calls, b"")
-                self.guest.settle()
-            self._load(artifact)
-        except Ended:
-            pass
-        except values.ValueRefused as error:  # it wrote to the channel itself
-            self.raised = f"The program's answer can't be read: {error}"
-        except BaseException:
-            self.finish()
-            raise
-
-    def _load(self, artifact: bytes) -> None:
-        if not artifact:
-            said = self.guest.receive()
-            if said[:1] == b"e":
-                self.compile_error = said[1:].decode("utf-8", "replace")
-                return
-            self.compiled, self.artifact = True, said[1:]
-        reply = values.unpack(self.guest.receive())
-        if reply == ["loaded"]:
-            self.loaded = True
-        elif isinstance(reply, list) and len(reply) == 3 and isinstance(reply[1], str) and isinstance(reply[2], str):
-            self.raised = f"{reply[1][:80]}: {reply[2][:300]}"
-        else:
-            raise values.ValueRefused("Not a reply.")
-
-    def call(self, frame: bytes) -> bytes:
-        """One call, encoded; the encoded reply.
-
-        Raises:
-            Ended: the process ended or was stopped before it answered.
-        """
-        return self.guest.exchange(frame)
-
-    def answer(self, frame: bytes) -> bytes:
-        """The encoded reply to the next call, which is sent now unless all were sent before. Raises as ``call`` does."""
-        return self.reply() if self._sent_ahead else self.call(frame)
-
-    def reply(self) -> bytes:
-        """The encoded reply to the next of ``calls``. Raises as ``call`` does."""
-        return self.guest.receive()
-
-    def finish(self) -> Report:
-        """End the process."""
-        if self.report is None:
-            self.report = self._lab.finish(self._worker, self.guest)
-        return self.report
-
-
-def _encoded(code: str) -> bytes:
-    return code.encode("utf-8", "surrogatepass")
-
-
-def _sealed_copy(artifact: int) -> tuple[int, int]:
-    """A private, unchangeable copy of a file that came out of a sandbox; closes it. ``(-1, 0)``: no regular file, or too large."""
-    try:
-        status = os.fstat(artifact)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_ARTIFACT_BYTES:
-            return -1, 0
-        copy = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        with open(artifact, "rb", closefd=False) as source, open(copy, "wb", closefd=False) as target:
-            target.write(source.read(_MAX_ARTIFACT_BYTES))
-        fcntl.fcntl(
-            copy, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-        )
-        return copy, status.st_size
-    finally:
-        os.close(artifact)
-
-
-def limit_verdict(report: Report, limits: Limits, *, overflow: bool, stderr: bytes = b"") -> tuple[Verdict, str] | None:
-    """What the limits say of a run, in the order of SANDBOX 1.5: security, output, memory, time; ``None``: it kept them."""
-    if report.signal == signal.SIGSYS:
-        return Verdict.SECURITY_VIOLATION, "Killed for a forbidden system call."
-    if overflow:
-        return Verdict.OUTPUT_LIMIT, "More output than the limit."
-    if report.killed == "memory" or report.exit_code == EXIT_MEMORY:
-        return Verdict.MEMORY_LIMIT, f"More memory than {limits.memory_mib} MiB."
-    if report.signal == signal.SIGKILL and not report.killed and report.memory_mib >= 0.9 * limits.memory_mib:
-        return Verdict.MEMORY_LIMIT, "Killed by the kernel, out of memory."
-    if report.signal in (signal.SIGABRT, signal.SIGSEGV) and (
-        b"std::bad_alloc" in stderr[-4096:] or b"heap out of memory" in stderr[-8192:]
-    ):
-        return Verdict.MEMORY_LIMIT, f"More memory than {limits.memory_mib} MiB."
-    if report.killed in ("cpu", "wall"):
-        return Verdict.TIME_LIMIT, f"The {report.killed} time limit passed."
-    if report.signal == signal.SIGXCPU:
-        return Verdict.TIME_LIMIT, "The cpu time limit passed."
-    if report.killed == "processes":
-        return Verdict.RUNTIME_ERROR, f"More processes than {limits.processes}."
-    return None

@@ -10,7 +10,7 @@ import shutil
 from dataclasses import dataclass
 
 from protocol.suites import Limits
-from services.reward.sandbox.host import parts
+from services.reward.sandbox.streams import parts
 
 _COMPILE_LIMITS = Limits(cpu_s=20, wall_s=60, memory_mib=2048, processes=16)
 _SYSTEM = ("/usr/bin", "/usr/include", "/usr/libexec", "/usr/share/nodejs", "/usr/local/include")

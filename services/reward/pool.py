@@ -36,7 +36,7 @@ from services.reward.config import RewardConfig
 from services.reward.judge import MAX_ATTEMPTS, extract
 from services.reward.judge_process import RecentlyUsed
 from services.reward.lab import LEVELS
-from services.reward.sandbox.host import Level
+from services.reward.sandbox.control import Level
 
 log = structlog.get_logger()
 _START_S = 120.0

@@ -16,7 +16,7 @@ from protocol.verdicts import JudgeResult, Verdict
 from services.reward.config import RewardConfig
 from services.reward.judge import Judge
 from services.reward.languages import Toolchains
-from services.reward.sandbox.host import flavour_of
+from services.reward.sandbox.flavours import flavour_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -89,6 +89,17 @@ def suite_of(kind: str, **more: Any) -> TestSuite:
     """ "Add two numbers" as a suite of this kind, under small limits; ``more`` are fields, and ``limits`` are merged."""
     limits = LIMITS | more.pop("limits", {})
     return parse_suite(SUITES[kind] | {"limits": limits} | more)
+
+
+def call_suite(*cases: Any, entry_point: str = "f", **more: Any) -> TestSuite:
+    """Cases are pairs (args, expected)."""
+    made = [{"args": args, "expected": expected} for args, expected in cases]
+    return parse_suite({"kind": "call", "entry_point": entry_point, "cases": made} | more)
+
+
+def stdin_suite(*cases: tuple[str | None, str], **more: Any) -> TestSuite:
+    """Cases are pairs (input, expected output)."""
+    return parse_suite({"kind": "stdin", "cases": [{"input": i, "output": o} for i, o in cases]} | more)
 
 
 def program_of(kind: str, code: str) -> str:
@@ -166,6 +177,16 @@ def is_alive(pid: int) -> bool:
 def verdict_of(judge: Judge, completion: str, suite: TestSuite | dict[str, Any]) -> str:
     """The verdict's short name."""
     return short(judge.judge(completion, parse_suite(suite) if isinstance(suite, dict) else suite))
+
+
+def program(judge: Judge, code: str, text: str | None, output: str, **more: Any) -> str:
+    """The verdict's short name on a whole program, by its output for one input; ``more`` are fields of the suite."""
+    return verdict_of(judge, fenced(code), stdin_suite((text, output), **more))
+
+
+def function(judge: Judge, code: str, *cases: Any, **more: Any) -> str:
+    """The verdict's short name on a function ``f``, by pairs (args, expected); ``more`` are fields of the suite."""
+    return verdict_of(judge, fenced(code), call_suite(*cases, **more))
 
 
 def short(result: JudgeResult) -> str:

@@ -1,6 +1,6 @@
 """Completions and suites that are no good, through the pool and through ``forebay reward --once``: each gets its answer, and its neighbours theirs.
 
-What ``parse_suite`` refuses is in ``test_reports.py`` (B45, B75); a file with broken lines in ``test_judge_commands.py``.
+What ``parse_suite`` refuses is in ``test_reports_service.py`` (B45) and ``test_reports.py`` (B75); a file with broken lines in ``test_judge_commands.py``.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ import pytest
 
 from protocol.suites import Limits
 from services.reward.sandbox.cgroups import WorkerGroups
-from services.reward.sandbox.host import Report, Worker
+from services.reward.sandbox.control import Report
+from services.reward.sandbox.host import Worker
 
 KILLED = Report(killed="", signal=9, exit_code=0, cpu_s=0.1, wall_s=0.1, memory_mib=1.0, clean=True)
 

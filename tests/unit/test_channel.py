@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 from polling import until
 
-from common.errors import ConfigError, PeerError
+from common.errors import ConfigError, NotTakenBack, PeerError
 from common.net import is_loopback, listens_on_loopback, outgoing_ports
 from common.waits import WaitTable
 from protocol import messages as m
@@ -30,7 +30,7 @@ class Coordinator:
     def __init__(self, address, *, mute=False):
         self.socket = CoordinatorSocket(address, "r")
         self.mute = mute
-        self.hellos, self.commits, self.known = [], [], set()
+        self.hellos, self.commits, self.known, self.refusal = [], [], set(), ""
         self.task = asyncio.create_task(self.serve())
 
     async def serve(self):
@@ -40,6 +40,8 @@ class Coordinator:
 
     def answer(self, identity, received):
         match received.message:
+            case m.Hello() if self.refusal:
+                self.socket.send(identity, m.Refused(reason=self.refusal), re=received.seq)
             case m.Hello() as hello:
                 self.hellos.append(hello)
                 if not self.mute:
@@ -105,6 +107,19 @@ async def test_a_node_of_another_run_is_refused_with_both_names(address):
         with pytest.raises(PeerError, match=r"serves run 'r'; the message is of run 'other'"):
             await node.start(join_timeout_s=20)
     assert coordinator.hellos == []
+    await coordinator.close()
+
+
+async def test_a_node_that_is_not_taken_back_says_why_with_a_code_that_has_it_started_anew(address):
+    coordinator = Coordinator(address)
+    async with node_at(address) as node:
+        await node.start(join_timeout_s=20)
+        coordinator.refusal = "Another has its place."
+        coordinator.known.clear()
+        async with asyncio.timeout(20):
+            with pytest.raises(NotTakenBack, match="Another has its place") as caught:
+                await node.failed
+    assert caught.value.exit_code == 1
     await coordinator.close()
 
 

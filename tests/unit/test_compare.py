@@ -14,7 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from protocol.suites import Compare
-from services.reward.compare import text_problem, value_problem
+from services.reward.compare.text import text_problem
+from services.reward.compare.values import value_problem
 from services.reward.sandbox.values import Opaque
 
 DEFAULT = Compare()

@@ -1,6 +1,7 @@
 """Config: what is refused, and with which words; and that every shipped config loads."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ def test_the_quickstart_config_is_consistent(monkeypatch):
 def test_an_unknown_key_is_named_with_the_known_ones():
     with pytest.raises(ConfigError, match=r"learner\.optimizer\.learning_rate: unknown key\. Known here: .*lr"):
         load_config(QUICKSTART, ["learner.optimizer.learning_rate=1"])
+    with pytest.raises(ConfigError, match=r"unknown key\. Did you mean group_size\? Known here: .*bypass_window"):
+        load_config(QUICKSTART, ["coordinator.group_szie=1"])
 
 
 def test_all_problems_are_listed_at_once():
@@ -46,6 +49,7 @@ def test_all_problems_are_listed_at_once():
         ("learner.host=0.0.0.0", "must name an address of this machine"),
         ("coordinator.node_timeout_s=1", "one late beat kills a node"),
         ("coordinator.max_steps=nan", "max_steps"),
+        ("coordinator.group_size=four", "it is 'four'"),
         ("coordinator.max_filtered_per_step=4", "max_filtered_per_step belongs to dynamic_sampling = true"),
         ("rollout.fake.num_tokens=4", "rollout: fake belongs to engine = 'fake'"),
         ("learner.fake_step_s=1", "learner: fake_step_s belongs to policy = 'fake'"),
@@ -81,11 +85,30 @@ def test_any_config_can_be_tried_with_the_fakes():
         ("run.ack_timeout_s=10", "run.join_timeout_s"),
         ("coordinator.no_progress_timeout_s=10", "gives up before a lease does"),
         ("run.routing_replay=true", "the model has no experts"),
+        ("coordinator.bind=tcp://0.0.0.0:5710", "coordinator.insecure = true"),
     ],
 )
 def test_the_cross_check_says_what_to_do(override, words, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert any(words in problem for problem in cross_check(load_config(QUICKSTART, [override])))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("model.safetensors", None, "has no weights"),
+        ("tokenizer.json", None, "has no tokenizer"),
+        ("tokenizer_config.json", "{}", "has no chat template"),
+        ("config.json", '{"num_attention_heads": "4", "max_position_embeddings": "x"}', "model_type"),
+        ("config.json", "7", "no JSON object"),
+    ],
+)
+def test_what_a_model_folder_lacks_is_said_before_anything_loads(tmp_path, monkeypatch, name, text, words):
+    monkeypatch.chdir(ROOT)
+    shutil.copytree(ROOT / "deploy/quickstart/model", tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).unlink() if text is None else (tmp_path / name).write_text(text)
+    [problem] = cross_check(load_config(QUICKSTART, [f"run.model={tmp_path}"]))
+    assert words in problem
 
 
 def test_cuda_devices_for_a_learner_on_the_cpu_are_refused(monkeypatch):
@@ -104,6 +127,7 @@ def test_routing_replay_wants_a_model_with_experts_on_both_sides_and_routes_that
         "head_dim": 16,
         "num_hidden_layers": 94,
     }
+    shutil.copytree(ROOT / "deploy/quickstart/model", tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps(shape | experts | {"model_type": "qwen3_moe"}))
     replay = [f"run.model={tmp_path}", "run.routing_replay=true"]
     assert cross_check(load_config(QUICKSTART, replay)) == []

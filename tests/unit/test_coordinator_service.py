@@ -177,6 +177,17 @@ def test_a_node_that_comes_back_under_its_name_gives_up_what_it_had(desk):
     assert {to for to, _ in again} == {"gen#2"}
 
 
+@pytest.mark.parametrize(("role", "second"), [("reward", "a"), ("learner", "b")])
+def test_a_process_whose_place_another_took_does_not_take_it_back(desk, role, second):
+    hello = m.Hello(role=role, node_id="a", host="h", pid=1, run_uid=desk.journal.run_uid)
+    assert of(m.Welcome, desk.say("a#1", hello))
+    assert of(m.Welcome, desk.join(role, second, life=2))
+    [(to, refused)] = of(m.Refused, desk.say("a#1", hello))
+    assert to == "a#1"
+    assert f"Process 2 on h has joined as {second!r} meanwhile" in refused.reason
+    assert [node.process for node in desk.coordinator.members.nodes.values()] == [f"{second}#2"]
+
+
 def test_what_an_idle_node_generated_and_never_sent_is_written_off(desk):
     desk.join("rollout", "gen", capacity=0)
     for generated in (0, 100):

@@ -11,11 +11,13 @@ from typing import Any
 
 from protocol.suites import AssertSuite, CheckSuite, Limits
 from protocol.verdicts import Verdict
-from services.reward.graded import Graded
+from services.reward.functions import Functions
+from services.reward.graded import Graded, limit_verdict
 from services.reward.graders.assert_plans import REPLY, CompiledSuite, inline_scope
-from services.reward.lab import Functions, Lab, limit_verdict
+from services.reward.lab import Lab
 from services.reward.sandbox import values
-from services.reward.sandbox.host import Ended, Guest
+from services.reward.sandbox.control import Ended
+from services.reward.sandbox.streams import Guest
 
 _TESTS_EXTRA_S = 10.0  # the tests' own process gets this on top of the candidate's limits
 _TESTS_MEMORY_MIB = 512

@@ -13,11 +13,12 @@ from typing import Any
 
 from protocol.suites import CallSuite, Compare, Limits, ReferenceSuite
 from protocol.verdicts import Verdict
-from services.reward.compare import value_problem
-from services.reward.graded import Graded
-from services.reward.lab import Functions, Lab, Refused, limit_verdict
+from services.reward.compare.values import value_problem
+from services.reward.functions import Functions
+from services.reward.graded import Graded, limit_verdict
+from services.reward.lab import Lab, Refused
 from services.reward.sandbox import values
-from services.reward.sandbox.host import Ended, Report
+from services.reward.sandbox.control import Ended, Report
 
 _KEPT_BYTES = 64 << 20  # of prepared calls
 _GENERATOR_LIMITS = Limits(cpu_s=60, wall_s=300, memory_mib=1024)

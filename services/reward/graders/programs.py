@@ -7,11 +7,12 @@ from typing import Any
 
 from protocol.suites import CheckerSuite, StdinSuite
 from protocol.verdicts import Verdict
-from services.reward.compare import text_problem
-from services.reward.graded import Graded
-from services.reward.lab import Execution, Functions, Lab, limit_verdict
+from services.reward.compare.text import text_problem
+from services.reward.functions import Functions
+from services.reward.graded import Graded, limit_verdict
+from services.reward.lab import Execution, Lab
 from services.reward.sandbox import values
-from services.reward.sandbox.host import Ended
+from services.reward.sandbox.control import Ended
 
 _CHECKER_EXTRA_S = 10.0  # a checker gets this on top of the candidate's limits
 _CHECKER_MEMORY_MIB = 512

@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from protocol.suites import Limits
-from services.reward.sandbox.host import Report, Worker
+from services.reward.sandbox.control import Report
+from services.reward.sandbox.host import Worker
 
 _PREFIX = "forebay-"
 _NODE = "forebay-node"  # version 2: where the processes go that were in the delegated group itself

@@ -1,164 +1,20 @@
-"""Comparison of an answer with what is expected. Pure, and the trusted side's alone: a candidate never sees an expected value.
-
-Both functions return "" for a right answer, else one sentence for the owner of the suite: it may hold test data. Nothing that a
-candidate can send raises, takes more than about linear time, or is run: values are plain types out of ``sandbox/values.Decoder``.
-
-*Any order* is a matching that is found in two steps: items that are equal as they stand cancel out; those that are left are sorted, floats
-rounded, and each expected one takes the first right answer among the next ``_WINDOW``. So a pass is always a real one-to-one match, and a
-right answer can only be missed where more than ``_WINDOW`` items lie within the tolerance of one another.
-"""
+"""Whether a function's answer is the expected value."""
 
 from __future__ import annotations
 
 import copy
 import math
-import re
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import deque
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from protocol.suites import Compare
+from services.reward.compare.matching import close, coarse, unmatched
 
-_WHOLE_LINE = re.compile(rb"[^\n]*\n|[^\n]+")
-_BLANKS = b" \t\n\r\x0b\x0c"  # what bytes.split() splits at
-_NUMBER = re.compile(rb"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-_MAX_NUMBER_CHARS = 1024  # longer tokens are compared as text only
-_MAX_SHOWN_CHARS = 60
 _MAX_DEPTH = 130  # of values; the sandbox's border lets 128 through
 _MAX_DECIMAL_BITS = 20_000  # of an int that a Decimal is compared with: the conversion is quadratic
-_WINDOW = 64
-
-_Item = TypeVar("_Item")
-
-
-# --- text ---
-
-
-def text_problem(output: bytes, expected: str, compare: Compare) -> str:
-    """Why ``output`` isn't ``expected``, or "". The rules are in the docstring of ``Compare``.
-
-    Blank is ASCII white space and nothing else; NUL is an ordinary character; an output that isn't UTF-8 is wrong. Counts are compared
-    first. A line with a blank at its front is the same line. With ``any_order`` the unit is a line (a token, if ``whitespace`` is
-    "tokens"), and empty lines don't count. ``exact`` knows no numbers; there, the end of a line is part of it.
-    """
-    try:
-        text = output.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return f"The output is not UTF-8 (byte {error.start})."
-    wanted = expected.encode("utf-8", "surrogatepass")
-    if compare.ignore_case:
-        output, wanted = text.casefold().encode("utf-8"), expected.casefold().encode("utf-8", "surrogatepass")
-    if output == wanted:
-        return ""
-    if compare.whitespace == "exact":
-        return _exact_problem(output, wanted, compare.any_order)
-    if compare.whitespace == "tokens":
-        return _tokens_problem(output, wanted, compare)
-    return _lines_problem(output, wanted, compare)
-
-
-def _exact_problem(output: bytes, wanted: bytes, any_order: bool) -> str:
-    ours, theirs = _WHOLE_LINE.findall(output), _WHOLE_LINE.findall(wanted)
-    if any_order and Counter(ours) == Counter(theirs):
-        return ""
-    first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-    a, b = (_shown(lines[first]) if first < len(lines) else "nothing" for lines in (ours, theirs))
-    return f"Line {first + 1}: {a}, expected {b}."
-
-
-def _tokens_problem(output: bytes, wanted: bytes, compare: Compare) -> str:
-    theirs = wanted.split()
-    ours = output.split(None, len(theirs))  # a longer output shows as one token too many, and costs no more than that
-    if len(ours) != len(theirs):
-        return _count_problem("The output", len(ours), len(theirs), "token")
-    if compare.any_order:
-        return _shuffled_problem(ours, theirs, compare, "token")
-    for number, (token, other) in enumerate(zip(ours, theirs, strict=True), 1):
-        if not _same_token(token, other, compare):
-            return f"Token {number}: {_shown(token)}, expected {_shown(other)}."
-    return ""
-
-
-def _lines_problem(output: bytes, wanted: bytes, compare: Compare) -> str:
-    output, wanted = output.rstrip(_BLANKS), wanted.rstrip(_BLANKS)
-    if compare.any_order:
-        ours, theirs = ([line for line in text.split(b"\n") if line.strip()] for text in (output, wanted))
-        if len(ours) != len(theirs):
-            return _count_problem("The output", len(ours), len(theirs), "line")
-        return _shuffled_problem(ours, theirs, compare, "line")
-    num, num_wanted = (text.count(b"\n") + bool(text) for text in (output, wanted))
-    if num != num_wanted:
-        return _count_problem("The output", num, num_wanted, "line")
-    ours, theirs = output.split(b"\n"), wanted.split(b"\n")
-    for number, (line, other) in enumerate(zip(ours, theirs, strict=True), 1):
-        if line != other and (problem := _line_problem(f"Line {number}", line, other, compare)):
-            return problem
-    return ""
-
-
-def _line_problem(where: str, line: bytes, other: bytes, compare: Compare) -> str:
-    theirs = other.split()
-    ours = line.split(None, len(theirs))
-    if len(ours) != len(theirs):
-        return _count_problem(where, len(ours), len(theirs), "token")
-    for token, wanted in zip(ours, theirs, strict=True):
-        if not _same_token(token, wanted, compare):
-            return f"{where}: {_shown(token)}, expected {_shown(wanted)}."
-    return ""
-
-
-def _shuffled_problem(ours: list[bytes], theirs: list[bytes], compare: Compare, unit: str) -> str:
-    """Lists of lines or tokens as multisets."""
-    if Counter(len(line.split()) for line in ours) != Counter(len(line.split()) for line in theirs):
-        return f"The {unit}s of the output have other numbers of tokens than expected."
-    left, right = (Counter(b" ".join(line.split()) for line in lines) for lines in (ours, theirs))
-    extra, missing = ([line.split() for line in (a - b).elements()] for a, b in ((left, right), (right, left)))
-    missed = _unmatched(
-        sorted(extra, key=lambda line: [_token_key(token, compare) for token in line]),
-        sorted(missing, key=lambda line: [_token_key(token, compare) for token in line]),
-        lambda line, other: (
-            len(line) == len(other) and all(_same_token(a, b, compare) for a, b in zip(line, other, strict=True))
-        ),
-    )
-    return f"No {unit} of the output is {_shown(b' '.join(missed[0]))}." if missed else ""
-
-
-def _same_token(token: bytes, wanted: bytes, compare: Compare) -> bool:
-    if token == wanted:
-        return True
-    if not (b"." in wanted or b"e" in wanted or b"E" in wanted):
-        return False  # before any look at the numbers: an integer is exact, and may have a million digits
-    a, b = _number(token), _number(wanted)
-    return a is not None and b is not None and _close(a, b, compare)
-
-
-def _number(token: bytes) -> float | None:
-    """The number that a token spells in plain decimal (no ``nan``, ``1_000``, ``0x10``), if it is a finite one."""
-    if len(token) > _MAX_NUMBER_CHARS or not _NUMBER.fullmatch(token):
-        return None
-    value = float(token)
-    return value if math.isfinite(value) else None
-
-
-def _token_key(token: bytes, compare: Compare) -> tuple[int, Any]:
-    value = _number(token)
-    return (1, token) if value is None else (0, _rounded(value, compare))
-
-
-def _count_problem(where: str, num: int, wanted: int, unit: str) -> str:
-    if num == wanted + 1 and unit == "token":  # the last "token" may be the whole rest
-        return f"{where} has more than the expected {wanted} {unit}{'' if wanted == 1 else 's'}."
-    return f"{where} has {num} {unit}{'' if num == 1 else 's'}, expected {wanted}."
-
-
-def _shown(text: bytes) -> str:
-    start = repr(text[: 4 * _MAX_SHOWN_CHARS].decode("utf-8", "backslashreplace")[:_MAX_SHOWN_CHARS])
-    return start if len(text) <= _MAX_SHOWN_CHARS else f"{start}... ({len(text)} bytes)"
-
-
-# --- values ---
+_MAX_SHOWN_CHARS = 60
 
 
 class _Difference(NamedTuple):
@@ -247,7 +103,7 @@ def _same_number(value: Any, expected: Any, compare: Compare) -> bool:
         return _is_nan(value) and _is_nan(expected)
     if type(expected) is complex or (type(expected) is float and type(value) is complex):
         a, b = complex(value), complex(expected)
-        return _close(a.real, b.real, compare) and _close(a.imag, b.imag, compare)
+        return close(a.real, b.real, compare) and close(a.imag, b.imag, compare)
     if Decimal in (type(value), type(expected)) and max(_num_bits(value), _num_bits(expected)) > _MAX_DECIMAL_BITS:
         return False
     if value == expected:
@@ -255,7 +111,7 @@ def _same_number(value: Any, expected: Any, compare: Compare) -> bool:
     if type(expected) is not float:
         return False
     try:
-        return _close(float(value), expected, compare)
+        return close(float(value), expected, compare)
     except OverflowError:
         return False
 
@@ -266,15 +122,6 @@ def _num_bits(value: Any) -> int:
 
 def _is_nan(value: Any) -> bool:
     return (type(value) is float and math.isnan(value)) or (type(value) is Decimal and value.is_nan())
-
-
-def _close(a: float, b: float, compare: Compare) -> bool:
-    """``|a - b| <= max(atol, rtol * |b|)``, where b is the expected one. NaN is close to NaN, an infinity to itself."""
-    if a == b:
-        return True
-    if not (math.isfinite(a) and math.isfinite(b)):
-        return math.isnan(a) and math.isnan(b)
-    return abs(a - b) <= max(compare.atol, compare.rtol * abs(b))
 
 
 def _sequence_difference(value: Any, expected: Any, compare: Compare, as_json: bool, depth: int) -> _Difference | None:
@@ -333,7 +180,7 @@ def _shuffled_difference(
         sorted(((_key(item, compare, as_json, depth + 1), item) for item in ours), key=lambda pair: pair[0]),
         sorted(((_key(item, compare, as_json, depth + 1), item) for item in theirs), key=lambda pair: pair[0]),
     )
-    missed = _unmatched(
+    missed = unmatched(
         sorted(extra, key=lambda item: _key(item, compare, as_json, depth + 1, rounded=True)),
         sorted(missing, key=lambda item: _key(item, compare, as_json, depth + 1, rounded=True)),
         lambda a, b: _difference(a, b, compare, as_json, depth + 1) is None,
@@ -360,19 +207,6 @@ def _without_common(ours: list[tuple[Any, Any]], theirs: list[tuple[Any, Any]]) 
             missing.append(theirs[j][1])
             j += 1
     return extra + [item for _, item in ours[i:]], missing + [item for _, item in theirs[j:]]
-
-
-def _unmatched(ours: list[_Item], theirs: list[_Item], same: Callable[[_Item, _Item], bool]) -> list[_Item]:
-    """The first of ``theirs`` that no item of ``ours`` is left for, both sorted and of one length; none if each has one. A list, since
-    that item may be ``None``."""
-    rest = ours[::-1]  # the next ones are at the end, where taking one out is cheap
-    for wanted in theirs:
-        stop = max(-1, len(rest) - 1 - _WINDOW)
-        index = next((i for i in range(len(rest) - 1, stop, -1) if same(rest[i], wanted)), None)
-        if index is None:
-            return [wanted]
-        del rest[index]
-    return []
 
 
 def _key(value: Any, compare: Compare, as_json: bool, depth: int, *, rounded: bool = False) -> Any:
@@ -413,12 +247,7 @@ def _number_key(value: Any, compare: Compare, rounded: bool) -> Any:
         if not value.is_finite() or abs(value.adjusted()) > 1000:
             return ("number, decimal", str(value))
         value = Fraction(value)  # a Decimal and a Fraction have no order
-    return ("number", _rounded(value, compare) if rounded and type(value) is float else value)
-
-
-def _rounded(value: float, compare: Compare) -> float:
-    """Few digits, so that values which differ by noise mostly sort as equals, and by what comes after them."""
-    return 0.0 if abs(value) <= compare.atol else float(f"{value:.5g}")
+    return ("number", coarse(value, compare) if rounded and type(value) is float else value)
 
 
 def _described(value: Any) -> str:
