@@ -178,6 +178,14 @@ def descendants(pid: int) -> set[int]:
     return found - {pid}
 
 
+def command_of(pid: int) -> str:
+    """The command line of ``pid`` and its name, which it may have changed; empty when it is gone."""
+    with contextlib.suppress(OSError):
+        parts = (Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "comm"))
+        return b"".join(parts).decode(errors="replace")
+    return ""
+
+
 def is_alive(pid: int) -> bool:
     """Whether ``pid`` runs; a zombie doesn't."""
     try:

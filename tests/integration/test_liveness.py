@@ -193,9 +193,8 @@ def test_a_step_whose_commit_comes_after_the_coordinators_end_is_discarded_and_t
         assert run.summary()["version"] == 1
         assert 2 not in steps_of(run), "the coordinator would refuse a learner that is ahead of it"
         nodes = [run.start(role) for role in ("coordinator", "reward", "rollout")]
-        run.wait_for_nodes(
-            "reward", "rollout"
-        )  # the two steps that are left need no verdict: the run could end without them
+        # The two steps that are left need no verdict: the run could end without them.
+        run.wait_for_nodes("reward", "rollout")
         run.assert_all_exit(*nodes, run.start("learner"))
         run.assert_finished()
 

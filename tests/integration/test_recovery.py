@@ -60,9 +60,8 @@ def test_a_replay_publishes_its_last_step_once_under_a_new_incarnation(tmp_path)
         run.assert_finished()
         versions = [event["version"] for event in roles["a"].events("weights_updated")]
         again = [int(name[1:-2]) for name in versions if name.endswith("/1")]
-        first = max(
-            last, *(int(name[1:]) for name in versions if "/" not in name)
-        )  # that step's commit may not have come
+        # That step's commit may not have come.
+        first = max(last, *(int(name[1:]) for name in versions if "/" not in name))
         assert again == list(range(first, 10)), "replayed ones before it stay with the learner, and none goes back"
 
 

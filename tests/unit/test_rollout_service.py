@@ -20,18 +20,22 @@ PLAN = m.SyncPlan(
 )
 
 
+class IdleEngine:
+    """What a node asks of its engine without work."""
+
+    holds = VersionTag(version=0)
+    num_workers = 1
+
+    def generated_tokens(self):
+        return 0
+
+
 async def test_the_time_of_pauses_is_the_sum_of_all_of_them_failed_ones_too(tmp_path, monkeypatch):
     clock = [50.0]
     monkeypatch.setattr("services.rollout.service.time.monotonic", lambda: clock[0])
     pauses = iter([0.5, 2.0, -1.25, 0.25])
 
-    class Engine:
-        holds = VersionTag(version=0)
-        num_workers = 1
-
-        def generated_tokens(self):
-            return 0
-
+    class Engine(IdleEngine):
         async def update_weights(self, plan):
             pause = next(pauses)
             clock[0] += abs(pause)
@@ -56,13 +60,7 @@ async def test_the_time_of_pauses_is_the_sum_of_all_of_them_failed_ones_too(tmp_
 
 @pytest.mark.parametrize("call", ["form_groups", "update_weights"])
 async def test_an_engine_that_is_found_dead_during_an_update_ends_the_node(tmp_path, call):
-    class Engine:
-        holds = VersionTag(version=0)
-        num_workers = 1
-
-        def generated_tokens(self):
-            return 0
-
+    class Engine(IdleEngine):
         async def form_groups(self, plan, member):
             if call == "form_groups":
                 raise EngineDied("vLLM's engine process died")
@@ -91,13 +89,7 @@ async def test_an_engine_that_is_found_dead_during_an_update_ends_the_node(tmp_p
 
 @pytest.mark.parametrize("ends", [True, False])
 async def test_the_limit_of_a_lease_is_for_the_generation_and_not_for_its_acknowledgement(tmp_path, ends):
-    class Engine:
-        holds = VersionTag(version=0)
-        num_workers = 1
-
-        def generated_tokens(self):
-            return 0
-
+    class Engine(IdleEngine):
         async def generate(self, prompt, sample_indices, sampling, seed):
             ids = np.ones(1, np.int32)
             yield Completion(0, ids, ids, np.zeros(1, np.float32), "x", "stop", [m.Segment(version=0, num_tokens=1)])

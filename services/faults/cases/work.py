@@ -11,7 +11,7 @@ from collections import Counter
 from services.faults.case import Body, Case, Scene
 from services.faults.harness import SAME, task_line, task_lines
 from services.faults.interleave import lost_wakeups
-from services.faults.processes import assert_gone, descendants, seconds
+from services.faults.processes import assert_gone, command_of, descendants, seconds
 from services.faults.proxy import Seen, body_of
 
 BAD = "the bad one"  # in the prompt that has the fault
@@ -179,7 +179,7 @@ def _judge_process(signum: int) -> Body:
         second = scene.run.start("reward", "second")
         roles = scene.run.start_all()
         with scene.run.held_at(1):
-            judges = {pid for pid in descendants(second.pid) if "judge_process" in _command(pid)}
+            judges = {pid for pid in descendants(second.pid) if "judge_process" in command_of(pid)}
             assert len(judges) == 1
             rule = scene.when_leased("score_lease", "second", "judge", lambda: os.kill(min(judges), signum))
         scene.inject(rule.wait())
@@ -187,14 +187,6 @@ def _judge_process(signum: int) -> Body:
         assert_gone(judges, within_s=60)
 
     return body
-
-
-def _command(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as command:
-            return command.read().decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def _never_judged(scene: Scene) -> None:
