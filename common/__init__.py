@@ -1,1 +1,1 @@
-"""How a Forebay process behaves: config loading, logs, lifecycle, waits, metrics, errors. Imports nothing of ours."""
+"""How a Forebay process behaves: config loading, logs, lifecycle, waits, reports, errors. Imports nothing of ours."""

@@ -1,6 +1,6 @@
 """Watches an event loop from a thread: how late it is, and whose stack holds it up.
 
-One asyncio loop per process, and nothing may block it (DESIGN section 2). When something does, the log names it while it happens.
+One asyncio loop per process, and nothing may block it. When something does, the log names it while it happens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Named waits: every wait in every role says what for, on whom, since when and until when (DESIGN section 4).
+"""Named waits: every wait in every role says what for, on whom, since when and until when.
 
 A wait without a deadline can't be written: ``timeout_s`` and the config key that sets it are part of every one. ``wait_for`` raises
 when its time is up. Other waits are looked after by ``Overdue``, from a task or thread that does not itself wait.

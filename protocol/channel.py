@@ -296,9 +296,8 @@ class NodeChannel:
         try:
             with self._wait_for_welcome(self._join_timeout_s):
                 await self._hello()
-            await (
-                self.beat_now()
-            )  # first: counts of this moment, not of one in which what is sent now has been answered
+            # First: counts of this moment, not of one in which what is sent now has been answered.
+            await self.beat_now()
             num_requests = await self._send_again(older_than_s=0)
             log.info("rejoined", resent=num_requests)
         except PeerError as error:

@@ -36,9 +36,8 @@ class RunConfig(StrictModel):
     dir: Path = Path("runs")  # the run's own folder is dir/id
     model: Path  # Hugging Face checkpoint: weights, config.json, tokenizer with a chat template
     address: str = "tcp://127.0.0.1:5710"  # where nodes reach the coordinator
-    key_file: Path | None = (
-        None  # made by `forebay keys FILE`: encrypts and authenticates all connections to the coordinator
-    )
+    # Made by `forebay keys FILE`: encrypts and authenticates all connections to the coordinator.
+    key_file: Path | None = None
     seed: int = Field(default=0, ge=0)
     max_prompt_tokens: int = Field(default=512, gt=0)
     max_completion_tokens: int = Field(default=512, gt=0)

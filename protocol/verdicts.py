@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Verdict(StrEnum):
-    """The outcome of judging one completion (DESIGN section 6).
+    """The outcome of judging one completion.
 
     ``INFRA_ERROR`` is the judge's own failure: it is retried elsewhere and never becomes a reward.
     """

@@ -46,7 +46,7 @@ def oldest_version(segments: Sequence[Segment]) -> int:
 
 
 def staleness(segments: Sequence[Segment], learner_version: int) -> int:
-    """Optimizer steps between the oldest weights in a sample and the learner that trains on it (DESIGN section 3).
+    """Optimizer steps between the oldest weights in a sample and the learner that trains on it.
 
     Raises:
         InvariantError: negative, i.e. the sample claims weights that the learner has not made yet.

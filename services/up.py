@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO
 
 from rich.console import Console
 from rich.live import Live
@@ -82,10 +82,8 @@ class Child:
         lines = self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
         for index in range(len(lines) - 1, -1, -1):
             if lines[index].startswith("error: "):
-                words = itertools.takewhile(
-                    lambda line: not line.startswith("{"), lines[index:]
-                )  # up to the next event
-                return "\n".join(words)[:2000].removeprefix("error: ")
+                until_next_event = itertools.takewhile(lambda line: not line.startswith("{"), lines[index:])
+                return "\n".join(until_next_event)[:2000].removeprefix("error: ")
         return "\n".join(lines[-15:])
 
 
@@ -259,7 +257,7 @@ class Fleet:
         """
         rates = view.Rates()
         live = Live(console=self.console, refresh_per_second=4, transient=True) if self.console.is_terminal else None
-        with live or _Nothing():
+        with live or contextlib.nullcontext():
             while True:
                 self._restart_crashed()
                 if self.coordinator.done:
@@ -343,9 +341,3 @@ class Fleet:
             child.signal_group(signal.SIGKILL)  # what a dead leader may have left in its session
             for log_file in child.files:
                 log_file.close()
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: Any) -> None: ...

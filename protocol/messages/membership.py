@@ -11,7 +11,7 @@ from protocol.versions import VersionTag
 
 
 class WaitInfo(BaseModel):
-    """A named wait (the liveness contract, DESIGN section 4). Times are seconds of age, not clock readings: clocks differ."""
+    """A named wait (``common.waits``). Times are seconds of age, not clock readings: clocks differ."""
 
     model_config = ConfigDict(frozen=True)
 

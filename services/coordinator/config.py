@@ -27,9 +27,8 @@ class CoordinatorConfig(StrictModel):
     bypass_window: int = Field(default=0, ge=0)  # groups; see services/coordinator/admission.py
     min_group_size: int = Field(default=2, ge=2)
     dynamic_sampling: bool = False  # refill groups whose rewards are all equal
-    max_filtered_per_step: int = Field(
-        default=16, ge=0
-    )  # of dynamic_sampling: after so many the step goes on with what there is
+    # Of dynamic_sampling: after so many the step goes on with what there is.
+    max_filtered_per_step: int = Field(default=16, ge=0)
 
     heartbeat_interval_s: float = Field(default=1.0, gt=0)
     node_timeout_s: float = Field(default=15.0, gt=0)  # silence after which a node is taken for dead

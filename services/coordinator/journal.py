@@ -74,12 +74,10 @@ class Journal:
                 self._db.execute("PRAGMA journal_mode = WAL")
                 self._db.execute("PRAGMA wal_autocheckpoint = 2000")  # pages: 32 MB
                 self._db.execute("PRAGMA synchronous = FULL")
-                self._db.execute(
-                    "PRAGMA cache_size = -32768"
-                )  # KiB: what one transaction changes stays in memory until it ends
-                self._db.execute(
-                    "PRAGMA secure_delete = OFF"
-                )  # Debian's default would overwrite each deleted sample, and sync that
+                # KiB: what one transaction changes stays in memory until it ends.
+                self._db.execute("PRAGMA cache_size = -32768")
+                # Debian's default would overwrite each deleted sample, and sync that.
+                self._db.execute("PRAGMA secure_delete = OFF")
                 if is_new:
                     self.meta = self._create(run_id, dict(fixed or {}))
         except ConfigError:

@@ -52,9 +52,8 @@ class Node:
     fenced_reason: str = ""  # the error of its last weight update, if that failed
     num_failed_updates: int = 0  # within the publication at hand
     failed_at: float = float("-inf")  # its last failed update
-    process: str = field(
-        init=False
-    )  # the identity as text: the node's name, and what tells this process from others of that name
+    # The identity as text: the node's name, and what tells this process from others of that name.
+    process: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.process = self.identity.decode(errors="replace")
@@ -138,7 +137,7 @@ class Members:
         return lease
 
     def has_suspect(self, node: Node) -> bool:
-        """Whether a node works on something that another node died on: one such thing at a time, so that they tell apart."""
+        """Whether a node works on something that another node died on: one such thing at a time, so that the two can be told apart."""
         return any(self.leases[lease_id].suspect for lease_id in node.lease_ids)
 
     def forgive(self, stall_s: float) -> None:
@@ -156,7 +155,7 @@ class Members:
         return lease
 
     def silent(self, now: float, timeout_s: float) -> list[Node]:
-        """Nodes not heard of for ``timeout_s``."""
+        """Nodes not heard from for ``timeout_s``."""
         return [node for node in self.nodes.values() if now - node.seen_at > timeout_s]
 
     def expired(self, now: float) -> list[Lease]:

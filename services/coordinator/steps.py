@@ -1,7 +1,7 @@
 """Steps: the learner's batches, handed out once or again, and its commits. Part of the coordinator.
 
 A batch is fixed in the journal before it leaves. A step that was committed before is read from there for a learner that trains it again;
-of such a replay only the last step, the committed version, is published anew (DESIGN section 4).
+of such a replay only the last step, the committed version, is published anew.
 """
 
 from __future__ import annotations

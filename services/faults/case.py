@@ -12,7 +12,7 @@ from typing import Any
 from services.faults import evidence
 from services.faults.harness import Run
 from services.faults.processes import Role, seconds
-from services.faults.proxy import Proxy
+from services.faults.proxy import Proxy, Rule, Seen
 
 # Short limits, so that a fault is over in seconds. A node_timeout_s below 2 s would take a busy machine's pauses for deaths.
 LIMITS: dict[str, Any] = {
@@ -85,6 +85,17 @@ class Scene:
             rule = self.proxy.when(kind, lambda _: role.process.kill(), **conditions)
         self.inject(rule.wait())
         role.process.wait()
+
+    def when_leased(self, kind: str, node_id: str, other: str, call: Callable[[], object]) -> Rule:
+        """Call ``call`` with the next lease of ``kind`` for ``node_id``, of two nodes. It does get one: until then those for the ``other`` are
+        held back, so that this one has the more room."""
+        held = self.proxy.add("hold", kind, node_id=other, count=None)
+
+        def hit(_: Seen) -> None:
+            call()
+            self.proxy.release(held)
+
+        return self.proxy.when(kind, hit, node_id=node_id)
 
     def first_sign(self) -> float | None:
         """When the system noticed: the first log event of ``SIGNS`` of any role, or request that was sent again."""

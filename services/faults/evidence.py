@@ -93,7 +93,7 @@ class Books:
 
 def read_books(path: Path) -> Books:
     """The journal at ``path``, opened read-only."""
-    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5)) as db:
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=60)) as db:
         groups = db.execute("SELECT group_id, status, step, overtaken FROM groups").fetchall()
         rows = db.execute(
             "SELECT samples.*, result IS NOT NULL, COALESCE(lost, 0) FROM samples LEFT JOIN results USING (sample_id) "

@@ -112,6 +112,7 @@ class Run:
         self.config_path.write_text(json.dumps(config))
         self.run_dir = folder / "runs" / config["run"]["id"]
         self.roles: list[Role] = []
+        self._holds: dict[int, Rule] = {}  # by the step after which they hold
         self.env: dict[str, str] = {}  # of the roles started from now on
         self.prefix: list[str] = []  # before the command of the roles started from now on
 
@@ -195,16 +196,20 @@ class Run:
         """Poll the status.
 
         Raises:
-            AssertionError: it never was so; with all logs.
+            AssertionError: it never was so, and the time is over or every process of the run has ended; with all logs.
         """
         deadline = time.monotonic() + timeout_s
-        status = None
+        last = None
         while time.monotonic() < deadline:
+            over = all(role.process.poll() is not None for role in self.roles)  # then nobody will answer any more
             status = self.status()
             if status is not None and is_so(status):
                 return status
+            last = status or last
+            if over:
+                raise AssertionError(f"never so, and the run is over; last status: {last}\n{self.logs()}")
             time.sleep(0.05)
-        raise AssertionError(f"never so within {timeout_s} s; last status: {status}\n{self.logs()}")
+        raise AssertionError(f"never so within {timeout_s} s; last status: {last}\n{self.logs()}")
 
     def wait_for_step(self, step: int, timeout_s: float = 120) -> Status:
         """Until ``step`` is committed."""
@@ -212,10 +217,12 @@ class Run:
 
     @contextlib.contextmanager
     def held_at(self, step: int, timeout_s: float = 120) -> Iterator[None]:
-        """Inside, ``step`` steps are committed and the next one can't be: its commit is held on its way. So what the block prepares is
-        there in time, however slow this process is and however fast the run."""
+        """Inside, ``step`` steps are committed and the next one can't be: its commit is held on its way, by the ``hold_commits`` that
+        was called before the run could get so far. So what the block prepares is there in time, however slow this process is and however
+        fast the run."""
         assert self.proxy is not None
-        rule = self.hold_commits(after=step)
+        assert step in self._holds, f"no hold_commits(after={step}) before the run could be beyond it"
+        rule = self._holds.pop(step)
         try:
             self.wait_for_step(step, timeout_s)
             yield
@@ -223,9 +230,12 @@ class Run:
             self.proxy.release(rule)
 
     def hold_commits(self, *, after: int) -> Rule:
-        """No step after this one is committed until ``proxy.release`` of what this returns."""
+        """No step after this one is committed until ``proxy.release`` of what this returns, or the end of ``held_at`` that step."""
         assert self.proxy is not None, "a run that is to be held is proxied"
-        return self.proxy.add("hold", "step_committed", count=None, where=lambda seen: body_of(seen)["step"] > after)
+        self._holds[after] = self.proxy.add(
+            "hold", "step_committed", count=None, where=lambda seen: body_of(seen)["step"] > after
+        )
+        return self._holds[after]
 
     def wait_for_nodes(self, *names: str) -> Status:
         """Until all of them are in the run."""
@@ -238,7 +248,7 @@ class Run:
 
     def query(self, sql: str) -> list[tuple[Any, ...]]:
         """Rows of the journal, beside whoever writes it."""
-        with contextlib.closing(sqlite3.connect(f"file:{self.journal}?mode=ro", uri=True, timeout=5)) as db:
+        with contextlib.closing(sqlite3.connect(f"file:{self.journal}?mode=ro", uri=True, timeout=60)) as db:
             return db.execute(sql).fetchall()
 
     def commits(self) -> list[float]:

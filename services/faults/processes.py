@@ -154,6 +154,17 @@ def processes_of(folder: Path) -> list[tuple[int, str]]:
     return found
 
 
+def assert_none_of(folder: Path, *, within_s: float) -> None:
+    """
+    Raises:
+        AssertionError: processes that have ``folder`` on their command line are alive after ``within_s``.
+    """
+    deadline = time.monotonic() + within_s
+    while (alive := processes_of(folder)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive, f"still there after {within_s} s: {alive}"
+
+
 def descendants(pid: int) -> set[int]:
     """All processes under ``pid``."""
     parents: dict[int, int] = {}
@@ -165,6 +176,14 @@ def descendants(pid: int) -> set[int]:
     while more := {child for child, parent in parents.items() if parent in found} - found:
         found |= more
     return found - {pid}
+
+
+def command_of(pid: int) -> str:
+    """The command line of ``pid`` and its name, which it may have changed; empty when it is gone."""
+    with contextlib.suppress(OSError):
+        parts = (Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "comm"))
+        return b"".join(parts).decode(errors="replace")
+    return ""
 
 
 def is_alive(pid: int) -> bool:

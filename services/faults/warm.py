@@ -10,7 +10,9 @@ recovery are therefore those of the system without the start of an interpreter, 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import itertools
 import json
 import os
 import selectors
@@ -18,10 +20,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+START_S = 300.0  # for the first role: the imports, beside whatever else this machine does
 
 
 class WarmProcess:
@@ -58,38 +61,39 @@ class WarmProcess:
 class Nursery:
     """The warm process, seen from the suite. ``start`` is for one thread; the processes that it gives are for any."""
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "services.faults.warm"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    def __init__(self, command: Sequence[str] = (sys.executable, "-m", "services.faults.warm")) -> None:
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         atexit.register(self.close)
         self._changed = threading.Condition()
-        self._started: list[int] = []
+        self._numbers = itertools.count(1)  # of orders
+        self._started: dict[int, int] = {}  # order -> pid
         self._codes: dict[int, int] = {}
+        self._is_over = False
         self._reader = threading.Thread(target=self._read, name="nursery", daemon=True)
         self._reader.start()
 
     def start(self, argv: list[str], log: str, env: Mapping[str, str]) -> WarmProcess:
         """``argv`` is as for ``Popen``, and must be ``python -m services.ROLE ...``."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"argv": argv, "log": log, "env": dict(env)}) + "\n")
-        self._process.stdin.flush()
+        number = next(self._numbers)
+        with contextlib.suppress(BrokenPipeError):  # it is gone, as will be seen below
+            self._process.stdin.write(json.dumps({"number": number, "argv": argv, "log": log, "env": dict(env)}) + "\n")
+            self._process.stdin.flush()
         with self._changed:
-            assert self._changed.wait_for(lambda: self._started, 60), "the warm process does not start roles any more"
-            pid = self._started.pop(0)
-            self._codes.pop(pid, None)  # of an earlier process of this number
-            return WarmProcess(self, pid)
+            self._changed.wait_for(lambda: number in self._started or self._is_over, START_S)
+            assert number in self._started, "the warm process does not start roles any more"
+            return WarmProcess(self, self._started.pop(number))
 
     def code_of(self, pid: int) -> int | None:
         """See ``WarmProcess.poll``."""
         with self._changed:
-            return self._codes.get(pid)
+            return self._codes.get(pid, -signal.SIGKILL if self._is_over else None)
 
     def wait_for(self, pid: int, timeout_s: float | None) -> int | None:
         """See ``WarmProcess.wait``; None: it runs on."""
         with self._changed:
-            self._changed.wait_for(lambda: pid in self._codes, timeout_s)
-            return self._codes.get(pid)
+            self._changed.wait_for(lambda: pid in self._codes or self._is_over, timeout_s)
+        return self.code_of(pid)
 
     def close(self) -> None:
         """End the warm process; its children die with it."""
@@ -98,7 +102,8 @@ class Nursery:
         self._reader.join()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):  # of an order that it did not read
+                    pipe.close()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -108,8 +113,12 @@ class Nursery:
                 if "code" in news:
                     self._codes[news["pid"]] = news["code"]
                 else:
-                    self._started.append(news["pid"])
+                    self._codes.pop(news["pid"], None)  # of an earlier process of this number
+                    self._started[news["number"]] = news["pid"]
                 self._changed.notify_all()
+        with self._changed:
+            self._is_over = True  # and all that it had started die with it
+            self._changed.notify_all()
 
 
 _nursery: list[Nursery] = []
@@ -150,7 +159,7 @@ def main() -> None:
                 selector.close()
                 libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
                 _become(order)
-            _tell({"pid": pid})  # before its end can be told
+            _tell({"number": order["number"], "pid": pid})  # before its end can be told
             selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
 
 

@@ -11,6 +11,7 @@ only waits. It passes SIGINT and SIGTERM on, and the kernel kills the ranks if i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import signal
@@ -120,7 +121,7 @@ class _Ranks:
         self._deadline: float | None = None
         prepare = functools.partial(_in_child, os.getpid(), mask)
         address, store = _meeting_point(place)
-        with store or _Nothing():
+        with store or contextlib.nullcontext():
             for local in range(place.ranks):
                 rank = place.node_rank * place.ranks + local
                 store_fd = store.fileno() if store and rank == 0 else -1
@@ -205,12 +206,6 @@ def _environment(place: Place, rank: int, local: int, address: tuple[str, str]) 
     }
     threads = {"OMP_NUM_THREADS": "1"} if place.ranks > 1 else {}  # as torchrun: the ranks share the cores
     return threads | os.environ | {key: str(value) for key, value in ours.items()}
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 def main() -> int:

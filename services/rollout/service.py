@@ -11,10 +11,11 @@ One task for each lease, so a lease that fails takes nothing with it; one task a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -32,6 +33,8 @@ from services.rollout.engine import Completion, Engine, EngineDied, PromptTooLon
 
 log = structlog.get_logger()
 
+_End = m.LeaseFailed | m.LeaseCancelled | None  # of a lease; None: with all its samples
+
 
 class RolloutNode:
     """Serves one engine to one coordinator until told to leave."""
@@ -41,6 +44,7 @@ class RolloutNode:
     ) -> None:
         self.run, self.config, self.engine, self.channel, self.waits = run, config, engine, channel, waits
         self._leases: dict[str, asyncio.Task[None]] = {}
+        self._generations: dict[str, asyncio.Task[_End]] = {}  # of the same leases
         self._open: dict[str, m.OpenLease] = {}  # the same, for a coordinator that has restarted
         self._settled_tokens = (
             0  # that the coordinator is known to have in its ledger: delivered, or thrown away while this node was idle
@@ -124,21 +128,41 @@ class RolloutNode:
     # ---- generation ----
 
     def _begin(self, lease: m.GenerateLease) -> None:
-        task = asyncio.create_task(self._work(lease), name=f"lease {lease.lease_id}")
-        self._leases[lease.lease_id] = task
+        sends: list[asyncio.Task[None]] = []
+        generation = asyncio.create_task(self._generate(lease, sends), name=f"lease {lease.lease_id}")
+        task = asyncio.create_task(self._work(lease, generation, sends))
+        self._generations[lease.lease_id], self._leases[lease.lease_id] = generation, task
         self._open[lease.lease_id] = m.OpenLease(lease_id=lease.lease_id, group_id=lease.group_id)
         self._idle.set(False)
         task.add_done_callback(lambda _: self._end(lease.lease_id))
 
     def _end(self, lease_id: str) -> None:
         self._leases.pop(lease_id, None)
+        self._generations.pop(lease_id, None)
         self._open.pop(lease_id, None)
         if not self._leases and self.channel.capacity:  # without capacity it leaves, and waits for nothing
             self._idle.set(True)
 
-    async def _work(self, lease: m.GenerateLease) -> None:
-        """One lease: stream the group's completions out. Every end of it is told to the coordinator."""
-        sends: list[asyncio.Task[None]] = []
+    async def _work(
+        self, lease: m.GenerateLease, generation: asyncio.Task[_End], sends: Sequence[asyncio.Task[None]]
+    ) -> None:
+        """One lease. Its end is told to the coordinator when that has all samples which were finished: until then the lease is open, for a
+        node without one counts as one that has nothing more to send (``services/coordinator/counts.py``)."""
+        await asyncio.wait([generation])
+        end = _given_back(lease) if generation.cancelled() else generation.result()
+        with contextlib.suppress(PeerError, WaitTimeout):  # ``channel.failed`` carries it, and ends the node
+            try:
+                await asyncio.gather(*sends)
+            except (PeerError, WaitTimeout):
+                raise
+            except Exception as error:  # a sample that can't be sent
+                end = _failed(lease, error)
+            if end is not None:
+                how = "is given back" if isinstance(end, m.LeaseCancelled) else "failed"
+                await self._tell(end, f"acknowledgement that group {lease.group_id} {how}")
+
+    async def _generate(self, lease: m.GenerateLease, sends: list[asyncio.Task[None]]) -> _End:
+        """Stream the group's completions out, each by a task in ``sends``. What there is to tell of the end."""
         limit = asyncio.timeout(lease.timeout_s)
         try:
             async with limit:
@@ -146,26 +170,20 @@ class RolloutNode:
                     lease.prompt, lease.sample_indices, lease.sampling, lease.seed
                 ):
                     sends.append(asyncio.create_task(self._send(lease, completion)))
-            await asyncio.gather(*sends)  # which has a limit of its own
+            return None
         except PromptTooLong as error:
-            failed = m.LeaseFailed(lease_id=lease.lease_id, error=str(error), permanent=True)
-            await self._tell(failed, f"acknowledgement that group {lease.group_id} is impossible")
+            return m.LeaseFailed(lease_id=lease.lease_id, error=str(error), permanent=True)
         except asyncio.CancelledError:
-            cancelled = m.LeaseCancelled(lease_id=lease.lease_id, reason="cancelled")
-            await asyncio.shield(self._tell(cancelled, f"acknowledgement that group {lease.group_id} is given back"))
-        except (PeerError, WaitTimeout):
-            pass  # ``channel.failed`` carries it, and ends the node
+            return _given_back(lease)
         except EngineDied as error:  # it would fail every lease, of healthy tasks: others take them
             self._fail(error)
+            return None
         except Exception as error:  # ends this lease only, and the coordinator counts the attempt
-            if limit.expired():
-                why = f"not generated within coordinator.generate_timeout_s = {lease.timeout_s:g} s"
-                log.warning("lease_failed", group=lease.group_id, error=why)
-            else:
-                why = f"{type(error).__name__}: {error}"
-                log.exception("lease_failed", group=lease.group_id)
-            failed = m.LeaseFailed(lease_id=lease.lease_id, error=why)
-            await self._tell(failed, f"acknowledgement that group {lease.group_id} failed")
+            if not limit.expired():
+                return _failed(lease, error)
+            why = f"not generated within coordinator.generate_timeout_s = {lease.timeout_s:g} s"
+            log.warning("lease_failed", group=lease.group_id, error=why)
+            return m.LeaseFailed(lease_id=lease.lease_id, error=why)
 
     def _fail(self, error: EngineDied) -> None:
         """The node goes."""
@@ -196,8 +214,8 @@ class RolloutNode:
         self._settled_tokens += int(completion.completion_ids.size)
 
     def _cancel(self, lease_id: str) -> None:
-        if task := self._leases.get(lease_id):
-            task.cancel()
+        if generation := self._generations.get(lease_id):
+            generation.cancel()
 
     async def _drain(self) -> None:
         """Give back what isn't finished, within 5 s: after that the coordinator finds out by itself."""
@@ -205,8 +223,8 @@ class RolloutNode:
         tasks = list(self._leases.values())
         if tasks and not self.channel.failed.done():
             await self.channel.beat_now()  # no more leases, please
-        for task in tasks:
-            task.cancel()
+        for lease_id in list(self._leases):
+            self._cancel(lease_id)
         if tasks and not self.channel.failed.done():
             await asyncio.wait(tasks, timeout=5.0)
 
@@ -253,6 +271,15 @@ class RolloutNode:
         if self._sync is not None and not self._sync.done():
             self._sync.cancel()
             await asyncio.gather(self._sync, return_exceptions=True)
+
+
+def _given_back(lease: m.GenerateLease) -> m.LeaseCancelled:
+    return m.LeaseCancelled(lease_id=lease.lease_id, reason="cancelled")
+
+
+def _failed(lease: m.GenerateLease, error: Exception) -> m.LeaseFailed:
+    log.error("lease_failed", group=lease.group_id, exc_info=error)
+    return m.LeaseFailed(lease_id=lease.lease_id, error=f"{type(error).__name__}: {error}")
 
 
 def make_engine(run: RunConfig, config: RolloutConfig) -> Engine:

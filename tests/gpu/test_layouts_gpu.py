@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
 from hf_models import make_model
-from test_megatron_memory import make_policy, train
+from learner_tools import make_policy, run_world
+from test_megatron_memory import train
 
 from services.learner.megatron.mcore import HAVE_TRANSFORMER_ENGINE
 
@@ -23,8 +22,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 needs_te = pytest.mark.skipif(not HAVE_TRANSFORMER_ENGINE, reason="needs Transformer Engine")
-
-REPO = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -87,13 +84,8 @@ def test_context_parallel_ranks_train_as_one_does(tmp_path: Path, model: Path) -
     options = {"device": "cuda", "dtype": "bfloat16", "logprob_gap_alarm": None}
     (one,) = train(make_policy(model, **options), 1)
     jobs = {"context": {"model": str(model), "overrides": {**options, "parallel": {"context": 2}}}}
-    command = [sys.executable, "-m", "services.learner.launch", "--ranks", "2", "--", sys.executable]
-    subprocess.run(
-        [*command, str(REPO / "tests/integration/megatron_world.py"), str(tmp_path / "out"), json.dumps(jobs)],
-        env={**os.environ, "PYTHONPATH": str(REPO)},
-        check=True,
-        timeout=240,
-    )
+    done = run_world("megatron_world.py", tmp_path / "out", json.dumps(jobs), num_ranks=2, timeout_s=240)
+    assert done.returncode == 0, done.stderr[-4000:]
     for rank in range(2):
         seen = json.loads((tmp_path / f"out/context/rank{rank}.json").read_text())["steps"][0]
         assert seen["loss"] == pytest.approx(one.loss, rel=0.02)

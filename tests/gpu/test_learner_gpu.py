@@ -10,9 +10,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
+from hf_models import make_model
 from packing_world import compare, step
 from test_megatron_packing import LENGTHS, SHARED, by_dense_mask, make_inputs, make_segments
-from test_megatron_policy import make_model
 
 from bench import learner
 from services.learner.megatron.segments import PLAIN_KERNEL, VARLEN_KERNEL, SegmentAttention, Segments, _kernel

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -86,6 +87,11 @@ def make_model(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.flo
     model.save_pretrained(folder, **save)
     (folder / "tokenizer.json").write_text('{"stands for": "a tokenizer"}')
     return folder
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def reference_logprobs(model: Path, samples: list[TrainSample], temperature: float = 1.0) -> list[np.ndarray]:

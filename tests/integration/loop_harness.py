@@ -8,8 +8,8 @@ from functools import partial
 
 from services.faults import harness
 from services.faults.harness import task_line
-from services.faults.processes import ROOT, Role, assert_gone, descendants, processes_of
+from services.faults.processes import ROOT, Role, assert_gone, assert_none_of, descendants, processes_of
 
 Run = partial(harness.Run, warm=True)
 
-__all__ = ["ROOT", "Role", "Run", "assert_gone", "descendants", "processes_of", "task_line"]
+__all__ = ["ROOT", "Role", "Run", "assert_gone", "assert_none_of", "descendants", "processes_of", "task_line"]

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import zmq
-from loop_harness import ROOT, Run, processes_of, task_line
+from loop_harness import ROOT, Run, assert_none_of, task_line
 
 
 def forebay(*words, module="services.cli"):
@@ -29,7 +29,7 @@ def paragraph_of(done, code=2):
 
 
 def assert_nothing_left(run):
-    assert not processes_of(run.folder)
+    assert_none_of(run.folder, within_s=60)
     assert not (run.folder / "runs").exists() or not any((run.folder / "runs").iterdir())
 
 
@@ -170,7 +170,7 @@ def test_resuming_a_run_whose_journal_is_damaged_is_refused_and_leaves_it_alone(
     text = paragraph_of(forebay("up", "--resume", run.run_dir))
     assert "journal.sqlite is damaged and can't be used" in text
     assert (run.run_dir / "journal.sqlite").read_bytes() == b"somebody's bytes" * 1000
-    assert not processes_of(tmp_path)
+    assert_none_of(tmp_path, within_s=60)
 
 
 @pytest.mark.parametrize("command", ["status", "stop"])

@@ -18,7 +18,10 @@ from services.faults.soak import Soak
 def _params():
     for case in all_cases():
         slow = case.slow or case.real
-        yield pytest.param(case, id=case.name, marks=[pytest.mark.slow] if slow else [])
+        marks = [pytest.mark.slow] if slow else []
+        if case.real:  # vLLM and Megatron start twice
+            marks.append(pytest.mark.timeout(1200))
+        yield pytest.param(case, id=case.name, marks=marks)
 
 
 @pytest.mark.parametrize("case", list(_params()))

@@ -19,7 +19,7 @@ FOREBAY = [sys.executable, "-m", "services.cli"]
 
 
 def forebay(*words, **kwargs):
-    return subprocess.run([*FOREBAY, *map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=60, **kwargs)
+    return subprocess.run([*FOREBAY, *map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=300, **kwargs)
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_a_run_that_ctrl_c_ends_is_finished_by_the_next(folder):
         assert first.poll() is None
         time.sleep(0.02)
     os.killpg(first.pid, signal.SIGINT)  # as a terminal does
-    _, text = first.communicate(timeout=30)
+    _, text = first.communicate(timeout=300)
     assert first.returncode == 130, text
     kept = partial.read_bytes()
     assert 0 < kept.count(b"\n") < 30

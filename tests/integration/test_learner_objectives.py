@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +11,11 @@ import pytest
 import torch
 from hf_models import make_model
 from learner_reference import OBJECTIVES, Sequence, reference_loss
+from learner_tools import REPO, run_world, weights
+from learner_tools import make_policy as make_training_policy
 from megatron_world import make_samples, save_checkpoint
 from objective_world import LAYOUTS, REFERENCE_SCALE, gradients, make_policy, save_samples
 from safetensors.torch import load_file
-from test_megatron_policy import make_policy as make_training_policy
-from test_megatron_policy import weights
 from transformers import AutoModelForCausalLM
 
 from common.errors import InvariantError, TrainingError
@@ -26,7 +23,6 @@ from services.learner.config import ObjectiveConfig
 from services.learner.packing import TrainSample
 from services.learner.updates import plan_updates
 
-REPO = Path(__file__).parents[2]
 VOCAB_SIZE, LENGTH = 99, 12
 
 
@@ -122,14 +118,7 @@ def test_the_gradient_is_the_same_in_any_split_into_micro_batches(
 def test_the_gradient_is_the_same_on_two_ranks(tmp_path: Path, model: Path, samples, whole) -> None:
     """One world for all: two data-parallel ranks with half of the samples each, then two tensor ranks."""
     save_samples(samples, tmp_path / "samples.safetensors")
-    command = [sys.executable, "-m", "services.learner.launch", "--ranks", "2", "--", sys.executable]
-    done = subprocess.run(
-        [*command, str(REPO / "tests/integration/objective_world.py"), str(model), str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPO}:{REPO / 'tests'}"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = run_world("objective_world.py", model, tmp_path, num_ranks=2, timeout_s=240, more_paths=[REPO / "tests"])
     assert done.returncode == 0, done.stderr[-4000:]
     for layout, (_, names) in LAYOUTS.items():
         for name in names:

@@ -11,6 +11,7 @@ import time
 
 from loop_harness import ROOT, Role, Run
 
+from protocol.codec import peek
 from services.faults.proxy import body_of
 
 
@@ -192,27 +193,28 @@ def test_a_step_whose_commit_comes_after_the_coordinators_end_is_discarded_and_t
         assert run.summary()["version"] == 1
         assert 2 not in steps_of(run), "the coordinator would refuse a learner that is ahead of it"
         nodes = [run.start(role) for role in ("coordinator", "reward", "rollout")]
-        run.wait_for_nodes(
-            "reward", "rollout"
-        )  # the two steps that are left need no verdict: the run could end without them
+        # The two steps that are left need no verdict: the run could end without them.
+        run.wait_for_nodes("reward", "rollout")
         run.assert_all_exit(*nodes, run.start("learner"))
         run.assert_finished()
 
 
 def test_a_step_whose_commit_still_reaches_the_coordinator_is_kept_without_a_publication(tmp_path):
-    def has_its_batch(beat):
-        return not any(wait["what"].startswith("the batch") for wait in body_of(beat)["waits"])
+    def is_batch_2_or_the_end(seen):
+        return seen.kind == "shutdown" or (seen.kind == "batch" and body_of(seen)["step"] == 2)
 
-    with Run(tmp_path, {"learner.fake_step_s": 6, "coordinator.max_steps": 1000}, proxied=True) as run:
-        second = run.proxy.when("batch", lambda _: None, skip=1)
+    changes = {"learner.fake_step_s": 2, "coordinator.leave_timeout_s": 60, "coordinator.max_steps": 1000}
+    with Run(tmp_path, changes, proxied=True) as run:
+        held = run.proxy.add("hold", node_id="learner", direction="down", count=None, where=is_batch_2_or_the_end)
         roles = run.start_all()
-        second.wait()
-        run.proxy.when("heartbeat", lambda _: None, node_id="learner", where=has_its_batch).wait()
+        held.wait()
         run.stop_now()
+        run.wait_until(lambda _: any(peek(frames[0])["kind"] == "shutdown" for _, _, frames in held.held))
+        run.proxy.release(held)  # both at once: it hears of the end while it trains
         run.assert_all_exit(*roles.values())
         summary = run.assert_stopped()
-        assert summary["version"] >= 2
-        assert summary["num_syncs"] == summary["version"] - 1, "no engine is left that would want the last one"
+        assert summary["version"] == 2
+        assert summary["num_syncs"] == 1, "no engine is left that would want the last one"
 
 
 def test_a_process_that_stood_still_says_so_and_goes_on(tmp_path):

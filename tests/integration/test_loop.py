@@ -10,7 +10,7 @@ import os
 import signal
 import time
 
-from loop_harness import Run, assert_gone, descendants, processes_of
+from loop_harness import Run, assert_gone, assert_none_of, descendants, processes_of
 
 from services.journal_reader import read_journal
 
@@ -51,6 +51,7 @@ def test_staleness_0_is_synchronous(tmp_path):
 
 def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path):
     with Run(tmp_path, {"coordinator.max_steps": 8, "run.routing_replay": True}, proxied=True) as run:
+        run.hold_commits(after=2)
         up = run.forebay("up", str(run.config_path))
         with run.held_at(2):
             run.stop_now()
@@ -58,7 +59,8 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path):
         run.run_dir = next((tmp_path / "runs").iterdir())
         run.config["run"]["id"] = run.run_dir.name
         summary = run.assert_stopped()
-        assert not processes_of(tmp_path)
+        assert_none_of(tmp_path, within_s=60)
+        run.hold_commits(after=summary["version"] + 1)
         again = run.forebay("up", "--resume", str(run.run_dir))
         with run.held_at(summary["version"] + 1):
             coordinator = [pid for pid, command in processes_of(tmp_path) if "services.coordinator" in command]
@@ -86,4 +88,4 @@ def test_no_process_outlives_forebay_up(tmp_path):
         up.signal(signal.SIGINT)
         assert up.exit_code() == 130
         assert_gone(pids, within_s=60)
-        assert not processes_of(tmp_path)
+        assert_none_of(tmp_path, within_s=60)

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hf_models import make_model
+from learner_tools import REPO, run_world, weights
 from megatron_checkpoint_world import LAYOUTS, OTHER, make_policy
 from megatron_world import make_samples, save_checkpoint
 from safetensors.torch import load_file
-from test_megatron_policy import make_model, weights
 from test_resume_equal import same, state_of
 
 from common.errors import ConfigError
@@ -24,7 +25,6 @@ from services.cli import main as forebay
 from services.learner.checkpoints import CheckpointError, latest_checkpoint, prune_checkpoints
 from services.learner.megatron.optimizer_kinds import adam_step
 
-REPO = Path(__file__).parents[2]
 KINDS = {"plain": False, "distributed": True}
 
 
@@ -51,15 +51,7 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other(model: Path, tmp_path: 
         stats[kind] = policy.train_step(make_samples(policy.model.arch.vocab_size), total_steps_done=2)
         save_checkpoint(policy, tmp_path / kind, 3, {})
         states[kind] = state_of(tmp_path / kind / "step-00000003", tmp_path / "whole.pt")
-    script = REPO / "tests/integration/megatron_checkpoint_world.py"
-    command = [sys.executable, "-m", "services.learner.launch", "--ranks", "4", "--", sys.executable, str(script)]
-    done = subprocess.run(
-        [*command, str(model), str(tmp_path), str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    done = run_world("megatron_checkpoint_world.py", model, tmp_path, tmp_path, num_ranks=4, timeout_s=400)
     assert done.returncode == 0, done.stderr[-4000:]
     for kind, distributed in KINDS.items():
         for name in [*LAYOUTS, OTHER]:

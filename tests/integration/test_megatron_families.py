@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hf_models import MODELS, SIZES, make_model, reference_logprobs
+from hf_models import MODELS, SIZES, make_model, read_weights, reference_logprobs
+from learner_tools import make_policy, run_world
 from megatron_families_world import see
 from megatron_world import make_samples
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from common.errors import ConfigError
-from services.learner.config import LearnerConfig
 from services.learner.megatron.export import export_hf
-from services.learner.megatron.policy import MegatronPolicy
 
-REPO = Path(__file__).parents[2]
 NUM_RANKS = 4
 # Layout, and the models that run in it; ranks that a layout leaves over are data-parallel.
 LAYOUTS: dict[str, tuple[dict, tuple[str, ...]]] = {
@@ -40,15 +35,6 @@ LAYOUTS: dict[str, tuple[dict, tuple[str, ...]]] = {
 CASES = {f"{kind}, {layout}": kind for layout, (_, kinds) in LAYOUTS.items() for kind in kinds}
 # Where ranks share a key-value head, the gradient is checked too: other tests train whole groups only.
 TRAINED = {"qwen2.5-yarn, TP4", "qwen3-one-group, TP2", "qwen3-one-group, TP4"}
-
-
-def make_policy(model: Path, **overrides) -> MegatronPolicy:
-    config = LearnerConfig.model_validate({"max_tokens_per_microbatch": 64, "logprob_gap_alarm": None, **overrides})
-    return MegatronPolicy(config, model, seed=0, deterministic=True)
-
-
-def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def assert_same_weights(got: Path, expected: Path) -> None:
@@ -205,7 +191,7 @@ def test_a_folder_without_weights_and_one_with_a_tensor_twice_are_refused(broken
         make_policy(broken)
 
 
-def run_world(folder: Path) -> list[dict]:
+def run_cases(folder: Path) -> list[dict]:
     """Runs every case in one world of ``NUM_RANKS``; what each rank saw."""
     for kind in set(CASES.values()):
         make_model(folder / kind, kind)
@@ -220,15 +206,7 @@ def run_world(folder: Path) -> list[dict]:
         for layout, (parallel, kinds) in LAYOUTS.items()
     ]
     (folder / "layouts.json").write_text(json.dumps(layouts))
-    script = REPO / "tests/integration/megatron_families_world.py"
-    command = [sys.executable, "-m", "services.learner.launch", "--ranks", str(NUM_RANKS), "--", sys.executable]
-    done = subprocess.run(
-        [*command, str(script), str(folder / "layouts.json"), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    done = run_world("megatron_families_world.py", folder / "layouts.json", folder, num_ranks=NUM_RANKS, timeout_s=900)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(NUM_RANKS)]
 
@@ -239,7 +217,7 @@ def difference(got: list, expected: list) -> float:
 
 @pytest.mark.slow
 def test_families_in_every_layout_have_the_log_probs_of_transformers_and_come_back_bit_for_bit(tmp_path: Path) -> None:
-    ranks = run_world(tmp_path)
+    ranks = run_cases(tmp_path)
     samples = make_samples(SIZES["vocab_size"], num_samples=8)
     references = {kind: reference_logprobs(tmp_path / kind, samples) for kind in set(CASES.values())}
     for name, kind in CASES.items():

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from hf_models import SIZES, make_model
+from learner_tools import make_policy, weights
 from megatron_world import make_samples, save_checkpoint
 
 from common.errors import TrainingError
-from services.learner.config import LearnerConfig
 from services.learner.megatron.attention import PackedAttention
 from services.learner.megatron.offload import Parkable
 from services.learner.megatron.policy import MegatronPolicy
@@ -22,15 +22,6 @@ from services.learner.megatron.policy import MegatronPolicy
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Not to be written to."""
     return make_model(tmp_path_factory.mktemp("model"), "qwen3")
-
-
-def make_policy(model: Path, **overrides) -> MegatronPolicy:
-    config = LearnerConfig.model_validate({"max_tokens_per_microbatch": 64, "logprob_gap_alarm": None, **overrides})
-    return MegatronPolicy(config, model, seed=0, deterministic=True)
-
-
-def weights(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.iter_hf_tensors()}
 
 
 def train(policy: MegatronPolicy, num_steps: int = 2) -> list:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hf_models import SIZES, make_model, reference_logprobs
+from learner_tools import make_policy, run_world
 from packing_world import compare, make_groups, step
-from test_megatron_policy import SIZES, make_model, make_policy, reference_logprobs
 from torch import Tensor
 
 from common.errors import InvariantError
@@ -23,7 +21,6 @@ from services.learner.megatron.segments import CPU_KERNEL, PLAIN_KERNEL, Segment
 from services.learner.megatron.spec import _RMSNorm, _SwiGLU
 from services.learner.megatron.vocab import LossRows, logprobs_and_entropy
 
-REPO = Path(__file__).parents[2]
 # Of any element of any gradient, as a part of the largest element.
 TOLERANCE = 1e-5
 
@@ -202,14 +199,8 @@ def test_in_every_layout_gradients_are_those_of_the_unshared_batch(tmp_path: Pat
     model, out = make_model(tmp_path / "model", "qwen2"), tmp_path / "out"
     one, _ = step(model, {}, share="off")
     out.mkdir()
-    command = [sys.executable, "-m", "services.learner.launch", "--ranks", "2", "--", sys.executable]
-    done = subprocess.run(
-        [*command, REPO / "tests/integration/packing_world.py", model, out, json.dumps(list(LAYOUTS.values()))],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    layouts = json.dumps(list(LAYOUTS.values()))
+    done = run_world("packing_world.py", model, out, layouts, num_ranks=2, timeout_s=240)
     assert done.returncode == 0, done.stderr[-4000:]
     for rank in range(2):
         results = json.loads((out / f"rank{rank}.json").read_text())

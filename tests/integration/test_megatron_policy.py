@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hf_models import SIZES, make_model, reference_logprobs
+from learner_tools import make_policy, weights
 from megatron_world import make_samples, save_checkpoint
 from transformers import AutoModelForCausalLM
 
@@ -19,15 +20,6 @@ from services.learner.config import LearnerConfig
 from services.learner.megatron import device_map
 from services.learner.megatron.policy import MegatronPolicy
 from services.learner.packing import TrainSample
-
-
-def make_policy(model: Path, **overrides) -> MegatronPolicy:
-    config = LearnerConfig.model_validate({"max_tokens_per_microbatch": 64, "logprob_gap_alarm": None, **overrides})
-    return MegatronPolicy(config, model, seed=0, deterministic=True)
-
-
-def weights(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.iter_hf_tensors()}
 
 
 @pytest.fixture

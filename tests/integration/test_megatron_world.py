@@ -8,19 +8,13 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import torch
-from hf_models import make_model
+from hf_models import make_model, read_weights
+from learner_tools import run_world
 from megatron_world import train
-from safetensors.torch import load_file
-
-REPO = Path(__file__).parents[2]
 
 # Absolute; log-probs are near -5.
 MOST_OFF = {"logprobs": 5e-6, "loss": 1e-6, "grad_norm": 5e-6, "weights": 1e-6}
@@ -122,15 +116,7 @@ def world(
             for name, layout in LAYOUTS.items()
             if layout.num_ranks == num_ranks and name in selected
         }
-        command = [sys.executable, "-m", "services.learner.launch", "--ranks", str(num_ranks), "--", sys.executable]
-        script = REPO / "tests/integration/megatron_world.py"
-        done = subprocess.run(
-            [*command, str(script), str(out), json.dumps(jobs)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
-            capture_output=True,
-            text=True,
-            timeout=1100,
-        )
+        done = run_world("megatron_world.py", out, json.dumps(jobs), num_ranks=num_ranks, timeout_s=1100)
         (out / "stderr").write_text(done.stderr)
         return out
 
@@ -168,7 +154,7 @@ def test_a_world_trains_as_one_process_does(name: str, models, one_process, worl
         # The step after the checkpoint is the same bit for bit when it is done again from it.
         assert {**seen["after"], "step_s": 0} == {**seen["again"], "step_s": 0}
     start, expected, trained = (
-        _weights(where) for where in (models[layout.model], one_folder / "export", folder / "export")
+        read_weights(where) for where in (models[layout.model], one_folder / "export", folder / "export")
     )
     assert trained.keys() == expected.keys()
     moved = {
@@ -196,7 +182,3 @@ def _check_senders(ranks: list[dict], names: list[str]) -> None:
     senders = {seen["place"][0]: seen["sent"] for seen in ranks if seen["place"][1]}
     assert sum(seen["place"][1] for seen in ranks) == len(senders)
     assert sorted(name for sent in senders.values() for name in sent) == sorted(names)
-
-
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}

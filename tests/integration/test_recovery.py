@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loop_harness import Run, processes_of
+from loop_harness import Run, assert_none_of
 
 from services.faults.proxy import body_of
 
@@ -49,6 +49,7 @@ def test_work_at_hand_survives_a_restart_of_the_coordinator(tmp_path):
 def test_a_replay_publishes_its_last_step_once_under_a_new_incarnation(tmp_path):
     changes = {"coordinator.max_steps": 9, "learner.checkpoint_interval_steps": 4}
     with Run(tmp_path, changes, proxied=True) as run:
+        run.hold_commits(after=6)
         roles = run.start_all()
         with run.held_at(6):
             roles["learner"].kill()
@@ -59,9 +60,8 @@ def test_a_replay_publishes_its_last_step_once_under_a_new_incarnation(tmp_path)
         run.assert_finished()
         versions = [event["version"] for event in roles["a"].events("weights_updated")]
         again = [int(name[1:-2]) for name in versions if name.endswith("/1")]
-        first = max(
-            last, *(int(name[1:]) for name in versions if "/" not in name)
-        )  # that step's commit may not have come
+        # That step's commit may not have come.
+        first = max(last, *(int(name[1:]) for name in versions if "/" not in name))
         assert again == list(range(first, 10)), "replayed ones before it stay with the learner, and none goes back"
 
 
@@ -88,7 +88,7 @@ def test_forebay_up_does_not_start_a_run_again_that_has_given_up(tmp_path):
         text = up.log.read_text()
         assert "coordinator ended with exit code 5: Nothing has happened for" in text
         assert "starting it again" not in text
-        assert not processes_of(tmp_path)
+        assert_none_of(tmp_path, within_s=60)
 
 
 def test_a_run_that_is_done_goes_on_with_more_steps(tmp_path):

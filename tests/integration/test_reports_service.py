@@ -168,7 +168,7 @@ def test_b47_a_service_that_is_limited_itself_still_judges() -> None:
     for level in ("namespaces", "landlock"):
         command = f'ulimit -s 8192 && ulimit -n 128 && ulimit -f 1000000 && exec {sys.executable} -c "$1" {level}'
         done = subprocess.run(
-            ["bash", "-c", command, "bash", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+            ["bash", "-c", command, "bash", script], cwd=ROOT, capture_output=True, text=True, timeout=300
         )
         assert "verdict accepted" in done.stdout, (done.stdout, done.stderr)
 
@@ -305,10 +305,10 @@ def test_b55_b58_b64_to_b67_nothing_grows(pool: JudgePool, temp: Path) -> None:
     assert (counts.count("AC"), counts.count("RE")) == (100, 200), "B66"
     before.assert_same()
 
-    given_up = [
-        pool.submit(program_of("call", unique(loop, 1000 + n)), suite_of("call", limits=tiny)) for n in range(200)
-    ]
-    cancelled = sum(future.cancel() for future in given_up)
+    given_up, cancelled = [], 0
+    for n in range(200):
+        given_up.append(pool.submit(program_of("call", unique(loop, 1000 + n)), suite_of("call", limits=tiny)))
+        cancelled += given_up[-1].cancel()  # at once: but for the few that a judge has just taken
     assert cancelled > 150
     assert {short(future.result()) for future in given_up if not future.cancelled()} <= {"TLE"}
     assert {short(future.result()) for future in good_jobs(300, 12)} == {"AC"}, "B58"
@@ -383,12 +383,12 @@ def test_b61_a_killed_worker_or_judge_costs_no_reward(victim: str) -> None:
     pool.start()
     try:
         mine = next(pid for pid in judge_processes() if pid not in others)
-        slow = "import time\ndef f(a, b):\n    time.sleep(0.5)\n    return a + b"
+        slow = "import time\ndef f(a, b):\n    time.sleep(2)\n    return a + b"
         running = pool.submit(program_of("call", slow), suite_of("call", fresh_process=False, limits={"wall_s": 9}))
         worker = wait_for(lambda: next((pid for pid in children_of(mine) if len(descendants_of(pid)) >= 2), None))
         init = children_of(worker)[0]
         os.kill({"worker": worker, "init": init, "judge": mine}[victim], signal.SIGKILL)
-        result = running.result(timeout=50)
+        result = running.result(timeout=200)
         assert (short(result), result.reward, result.attempt) == ("AC", 1.0, 2), result
         assert short(pool.judge(program_of("stdin", GOOD), suite_of("stdin"))) == "AC"
         gone = {"worker": [worker, init], "init": [worker, init], "judge": [mine, worker, init]}[victim]

@@ -15,6 +15,7 @@ from protocol.security import read_keys, write_keys
 from protocol.versions import VersionTag
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.service import open_coordinator
+from services.faults.processes import free_port
 
 
 async def answer(socket):
@@ -28,10 +29,10 @@ async def answer(socket):
 
 
 @pytest.fixture
-async def run(tmp_path, unused_tcp_port):
+async def run(tmp_path):
     write_keys(tmp_path / "keys")
     keys = read_keys(tmp_path / "keys")
-    address = f"tcp://127.0.0.1:{unused_tcp_port}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     socket = CoordinatorSocket(address, "r", keys=keys)
     task = asyncio.create_task(answer(socket))
     yield address, keys

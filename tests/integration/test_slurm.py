@@ -49,16 +49,31 @@ def logs(folder: Path) -> str:
     return "\n".join(f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted((folder / "logs").iterdir()))
 
 
+def until_rollouts(wanted: int, address: str, folder: Path) -> set[str]:
+    """Wait until so many rollout nodes are in the run at ``address``: their names."""
+
+    def rollouts() -> set[str]:
+        command = [str(FOREBAY), "status", "--address", address, "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        nodes = json.loads(done.stdout)["nodes"] if done.returncode == 0 else []
+        return {node["node_id"] for node in nodes if node["role"] == "rollout"}
+
+    deadline = time.monotonic() + 240
+    while len(names := rollouts()) != wanted:
+        assert time.monotonic() < deadline, f"{names}, not {wanted} rollout nodes\n{logs(folder)}"
+        time.sleep(0.5)
+    return names
+
+
 @pytest.mark.slow
 def test_a_run_by_the_job_scripts_finishes_with_its_roles_on_different_nodes(tmp_path: Path) -> None:
     require_slurm()
     with SlurmCluster(3) as cluster:
-        slowly = (
-            "coordinator.max_steps=4",
-            "learner.fake_step_s=3",
-        )  # so that it does not end before its second rollout node is up
-        jobs, _ = start_run(cluster, tmp_path, *slowly)
+        held = PLACES["LEARNER_SBATCH"] + " --hold"  # the run must not end before its second rollout node is up
+        jobs, env = start_run(cluster, tmp_path, "coordinator.max_steps=4", LEARNER_SBATCH=held)
         assert list(jobs) == ["coordinator", "learner", "rollout", "reward"]
+        until_rollouts(2, env["FOREBAY_BIND"], tmp_path)
+        cluster.run("scontrol", "release", jobs["learner"])
         cluster.wait_until_idle(timeout_s=400)
         ended = {role: cluster.job(job_id) for role, job_id in jobs.items()}
         assert [len(tasks) for tasks in ended.values()] == [1, 1, 2, 1]
@@ -97,21 +112,7 @@ def test_rollout_nodes_are_added_and_cancelled_while_the_run_goes_on(tmp_path: P
     with SlurmCluster(3) as cluster:
         jobs, env = start_run(cluster, tmp_path, "coordinator.max_steps=100000")
         address = f"tcp://127.0.0.1:{env['FOREBAY_PORT']}"
-
-        def rollouts() -> set[str]:
-            command = [str(FOREBAY), "status", "--address", address, "--json"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-            nodes = json.loads(done.stdout)["nodes"] if done.returncode == 0 else []
-            return {node["node_id"] for node in nodes if node["role"] == "rollout"}
-
-        def until_rollouts(wanted: int) -> set[str]:
-            deadline = time.monotonic() + 240
-            while len(names := rollouts()) != wanted:
-                assert time.monotonic() < deadline, f"{names}, not {wanted} rollout nodes\n{logs(tmp_path)}"
-                time.sleep(0.5)
-            return names
-
-        first = until_rollouts(2)
+        first = until_rollouts(2, address, tmp_path)
         more = cluster.run(
             "sbatch",
             "--parsable",
@@ -125,9 +126,9 @@ def test_rollout_nodes_are_added_and_cancelled_while_the_run_goes_on(tmp_path: P
                 "FOREBAY_ADDRESS": address,
             },
         ).strip()
-        assert first < until_rollouts(3)
+        assert first < until_rollouts(3, address, tmp_path)
         cluster.run("scancel", more)
-        assert until_rollouts(2) == first
+        assert until_rollouts(2, address, tmp_path) == first
         log = (tmp_path / f"logs/forebay-coordinator-{jobs['coordinator']}.out").read_text()
         left = [line for line in log.splitlines() if '"event": "node_left"' in line]
         assert [json.loads(line)["reason"] for line in left] == ["drained"]  # it said goodbye, and was not missed later

@@ -10,6 +10,7 @@ import msgpack
 import pytest
 import zmq
 import zmq.asyncio
+from polling import until
 
 from common.errors import ConfigError, NotTakenBack, PeerError
 from common.net import is_loopback, listens_on_loopback, outgoing_ports
@@ -68,12 +69,6 @@ async def node_at(address, run_id="r"):
         yield channel
     finally:
         await channel.close("over")
-
-
-async def until(is_so):
-    async with asyncio.timeout(20):
-        while not is_so():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture

@@ -73,9 +73,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
             step_timeout_s=1e9,
             no_progress_timeout_s=1e9,
         )
-        self.folder = Path(
-            tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None)
-        )  # a disk's syncs would take minutes
+        # A disk's syncs would take minutes.
+        self.folder = Path(tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None))
         self.world = Model(self.folder, config, num_tasks)
         self.exact = True  # nothing has happened that lets tokens go unheard or be counted twice
         self.world.add(Rollout(self.world, "gen0", 0, VersionTag(version=0)))

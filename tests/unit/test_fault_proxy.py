@@ -32,7 +32,7 @@ class Line:
     def down(self, number, re=0):
         self.coordinator.send_multipart([b"a#1", *encode(m.Ack(reason=str(number)), run_id="r", re=re)])
 
-    def arrived(self, count, within_ms=5000):
+    def arrived(self, count, within_ms=60_000):
         """Steps of the next ``count`` requests."""
         found = []
         while len(found) < count and self.coordinator.poll(within_ms):
@@ -60,7 +60,7 @@ def test_without_rules_all_passes_in_both_directions_and_is_seen(line):
     line.up(1, 2)
     assert line.arrived(2) == [1, 2]
     line.down(7, re=2)
-    assert line.node.poll(5000)
+    assert line.node.poll(60_000)
     assert decode(line.node.recv_multipart()).message.reason == "7"
     seen = [(item.direction, item.kind, item.seq, item.re, item.re_kind, item.node_id) for item in line.proxy.seen]
     assert seen == [
@@ -76,12 +76,12 @@ def test_a_peer_without_an_identity_gets_none_from_the_proxy_and_its_answer(line
         tool.setsockopt(zmq.LINGER, 0)
         tool.connect(line.proxy.address)
         tool.send_multipart(encode(m.StatusRequest(), run_id="r", seq=1))
-        assert line.coordinator.poll(5000)
+        assert line.coordinator.poll(60_000)
         identity, *frames = line.coordinator.recv_multipart()
         assert decode(frames).message == m.StatusRequest()
         assert identity != line.proxy.seen[0].identity
         line.coordinator.send_multipart([identity, *encode(m.Ack(reason="here"), run_id="r", re=1)])
-        assert tool.poll(5000)
+        assert tool.poll(60_000)
         assert decode(tool.recv_multipart()).message.reason == "here"
 
 
@@ -119,7 +119,7 @@ def test_a_reordered_message_comes_after_two_later_ones_or_after_a_while(line):
 def test_a_damaged_message_is_no_message(line):
     line.proxy.add("corrupt", "batch_request")
     line.up(1)
-    assert line.coordinator.poll(5000)
+    assert line.coordinator.poll(60_000)
     _, *frames = line.coordinator.recv_multipart()
     with pytest.raises(ProtocolError):
         decode(frames)
@@ -174,7 +174,7 @@ def test_an_error_in_the_proxy_fails_the_case():
     line = Line()
     line.proxy.when("batch_request", lambda _: 1 / 0)
     line.up(1)
-    line.proxy._thread.join(5)
+    line.proxy._thread.join(60)
     with pytest.raises(ZeroDivisionError):
         line.proxy.close()
     line.context.destroy(linger=0)

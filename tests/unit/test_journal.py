@@ -205,7 +205,7 @@ async def test_a_full_disk_is_waited_out_and_nothing_is_acknowledged_meanwhile(r
         await asyncio.sleep(0.01)
     assert not durable.done()
     life.journal._db.execute("PRAGMA max_page_count = 1000000")
-    await asyncio.wait_for(durable, 10)
+    await asyncio.wait_for(durable, 60)
     assert life.journal.full_since is None
     life = await restarted(life)
     assert sorted(life.pool.groups[0].samples) == [0, 1]

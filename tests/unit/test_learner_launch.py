@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from polling import block_until
 
 from common.errors import ConfigError
 from services.learner import launch
@@ -28,14 +29,6 @@ def start(script: str) -> subprocess.Popen[bytes]:
     """A launcher of two ranks, as a process of its own; returns when both have made their file."""
     command = [sys.executable, "-m", "services.learner.launch", "--ranks", "2", "--", "sh", "-c", script]
     return subprocess.Popen(command, cwd=ROOT)
-
-
-def until(is_so, timeout_s: float = 60.0) -> None:
-    """Poll."""
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, "never so"
-        time.sleep(0.02)
 
 
 def test_the_examples_of_the_exit_code_hold() -> None:
@@ -66,7 +59,7 @@ def test_the_world_ends_with_the_code_of_the_rank_that_failed_and_not_of_those_t
 def test_a_rank_that_does_not_end_after_another_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(launch, "FAILED_GRACE_S", 0.2)
     monkeypatch.setattr(launch, "DONE_GRACE_S", 0.2)
-    script = f"echo $$ > {tmp_path}/pid$RANK; test $RANK = 1 && kill -STOP $$; until test -e {tmp_path}/pid1; do sleep 0.05; done"
+    script = f"echo $$ > {tmp_path}/$RANK; mv {tmp_path}/$RANK {tmp_path}/pid$RANK; test $RANK = 1 && kill -STOP $$; until test -e {tmp_path}/pid1; do sleep 0.05; done"
     for code in (5, 1, 0):
         assert ranks(f"{script}; exit {code}") == (code or 1), "the world is not well, whatever the other rank says"
         assert not Path(f"/proc/{(tmp_path / 'pid1').read_text().strip()}").exists()
@@ -77,7 +70,7 @@ def test_a_stop_goes_to_the_ranks_and_the_world_ends_with_rank_0s_answer(tmp_pat
     orderly = f'trap "exit 143" TERM; test $RANK = 1 && trap "" TERM; touch {tmp_path}/$RANK; '
     orderly += f"until test -e {tmp_path}/over; do sleep 0.05; done; exit 0"
     launcher = start(orderly)
-    until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+    block_until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
     launcher.send_signal(signal.SIGTERM)
     time.sleep(0.2)
     assert launcher.poll() is None, "rank 1 ends when it is done"
@@ -90,10 +83,10 @@ def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
         f"trap '' TERM INT; echo $$ > {tmp_path}/$RANK; mv {tmp_path}/$RANK {tmp_path}/pid$RANK; sleep 600 & wait"
     )
     pids = [tmp_path / "pid0", tmp_path / "pid1"]
-    until(lambda: all(path.exists() for path in pids))
+    block_until(lambda: all(path.exists() for path in pids))
     launcher.kill()
     launcher.wait()
-    until(lambda: not any(Path(f"/proc/{path.read_text().strip()}").exists() for path in pids))
+    block_until(lambda: not any(Path(f"/proc/{path.read_text().strip()}").exists() for path in pids))
 
 
 @pytest.mark.parametrize(

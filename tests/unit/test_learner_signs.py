@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
-import time
 
 import torch.distributed as dist
+from polling import block_until
 
 from common.errors import TrainingError
 from common.waits import WaitTable
@@ -118,22 +118,16 @@ def test_a_silent_rank_is_a_wait_of_rank_0_until_it_is_back_and_a_failure_reache
     zero.start()
     one.start()
     one.close()
-    until(lambda: [(wait.what, wait.on) for wait in waits.snapshot()] == [("step 0 (last sign: step 1)", "rank 1")])
+    block_until(
+        lambda: [(wait.what, wait.on) for wait in waits.snapshot()] == [("step 0 (last sign: step 1)", "rank 1")]
+    )
     assert zero.word.on == "rank 1"
     assert "gives no sign since" in zero.word.text
     back = start(1)
     back.start()
-    until(lambda: not waits.snapshot())
+    block_until(lambda: not waits.snapshot())
     assert lost == []
     back.close()
     back.tell_failed(TrainingError("the loss is nan"))
-    until(lambda: lost == ["rank 1: the loss is nan"])
+    block_until(lambda: lost == ["rank 1: the loss is nan"])
     zero.close()
-
-
-def until(is_so) -> None:
-    """Poll."""
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline, "never so"
-        time.sleep(0.01)

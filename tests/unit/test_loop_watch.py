@@ -10,16 +10,11 @@ import time
 from pathlib import Path
 
 import structlog.testing
+from polling import until
 
 from common.loop_watch import LoopWatch
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-async def until(is_so):
-    async with asyncio.timeout(20):
-        while not is_so():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def the_culprit(seconds):

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
+from polling import until
 
 from common.errors import PeerError
 from common.waits import WaitTable
@@ -122,12 +123,6 @@ async def started(tmp_path, **config):
         coordinator.task.cancel()
         await asyncio.gather(coordinator.task, return_exceptions=True)
         coordinator.socket.close()
-
-
-async def until(is_so):
-    async with asyncio.timeout(20):
-        while not is_so():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def test_leases_of_one_suite_make_one_request_and_all_get_a_verdict(tmp_path):

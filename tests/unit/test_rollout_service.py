@@ -20,18 +20,22 @@ PLAN = m.SyncPlan(
 )
 
 
+class IdleEngine:
+    """What a node asks of its engine without work."""
+
+    holds = VersionTag(version=0)
+    num_workers = 1
+
+    def generated_tokens(self):
+        return 0
+
+
 async def test_the_time_of_pauses_is_the_sum_of_all_of_them_failed_ones_too(tmp_path, monkeypatch):
     clock = [50.0]
     monkeypatch.setattr("services.rollout.service.time.monotonic", lambda: clock[0])
     pauses = iter([0.5, 2.0, -1.25, 0.25])
 
-    class Engine:
-        holds = VersionTag(version=0)
-        num_workers = 1
-
-        def generated_tokens(self):
-            return 0
-
+    class Engine(IdleEngine):
         async def update_weights(self, plan):
             pause = next(pauses)
             clock[0] += abs(pause)
@@ -56,13 +60,7 @@ async def test_the_time_of_pauses_is_the_sum_of_all_of_them_failed_ones_too(tmp_
 
 @pytest.mark.parametrize("call", ["form_groups", "update_weights"])
 async def test_an_engine_that_is_found_dead_during_an_update_ends_the_node(tmp_path, call):
-    class Engine:
-        holds = VersionTag(version=0)
-        num_workers = 1
-
-        def generated_tokens(self):
-            return 0
-
+    class Engine(IdleEngine):
         async def form_groups(self, plan, member):
             if call == "form_groups":
                 raise EngineDied("vLLM's engine process died")
@@ -91,13 +89,7 @@ async def test_an_engine_that_is_found_dead_during_an_update_ends_the_node(tmp_p
 
 @pytest.mark.parametrize("ends", [True, False])
 async def test_the_limit_of_a_lease_is_for_the_generation_and_not_for_its_acknowledgement(tmp_path, ends):
-    class Engine:
-        holds = VersionTag(version=0)
-        num_workers = 1
-
-        def generated_tokens(self):
-            return 0
-
+    class Engine(IdleEngine):
         async def generate(self, prompt, sample_indices, sampling, seed):
             ids = np.ones(1, np.int32)
             yield Completion(0, ids, ids, np.zeros(1, np.float32), "x", "stop", [m.Segment(version=0, num_tokens=1)])
@@ -119,7 +111,67 @@ async def test_the_limit_of_a_lease_is_for_the_generation_and_not_for_its_acknow
     lease = m.GenerateLease(
         lease_id="l", group_id=1, task_id="t", prompt="p", sample_indices=[0], sampling=sampling, seed=0, timeout_s=0.1
     )
-    await node._work(lease)
+    node._begin(lease)
+    await asyncio.wait(node._leases.values())
     failed = [message.error for message in told if isinstance(message, m.LeaseFailed)]
     assert failed == ([] if ends else ["not generated within coordinator.generate_timeout_s = 0.1 s"])
     assert any(isinstance(message, m.SampleResult) for message in told)
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+async def test_a_lease_that_is_given_up_is_open_until_the_coordinator_has_the_samples_that_were_finished(
+    tmp_path, is_over
+):
+    """Else the coordinator takes the node for idle and its tokens for thrown away, and counts them again when the sample comes."""
+
+    class Engine:
+        holds = VersionTag(version=0)
+        num_workers = 1
+
+        def generated_tokens(self):
+            return 3
+
+        async def generate(self, prompt, sample_indices, sampling, seed):
+            ids = np.ones(3, np.int32)
+            yield Completion(0, ids, ids, np.zeros(3, np.float32), "x", "stop", [m.Segment(version=0, num_tokens=3)])
+            if not is_over:
+                await asyncio.Event().wait()
+
+    told, sent, acknowledged = [], asyncio.Event(), asyncio.Event()
+
+    async def request(message, arrays=None):
+        told.append(message.kind)
+        if isinstance(message, m.SampleResult):
+            sent.set()
+            await acknowledged.wait()
+        return SimpleNamespace(message=m.Ack())
+
+    channel = SimpleNamespace(capacity=1, request=request)
+    run = RunConfig(id="r", dir=tmp_path, model=tmp_path)
+    node = RolloutNode(run, RolloutConfig(engine="fake"), Engine(), channel, WaitTable())
+    sampling = m.Sampling(max_tokens=3, temperature=1.0)
+    node._begin(
+        m.GenerateLease(
+            lease_id="l",
+            group_id=1,
+            task_id="t",
+            prompt="p",
+            sample_indices=[0, 1],
+            sampling=sampling,
+            seed=0,
+            timeout_s=60,
+        )
+    )
+    await sent.wait()
+    for _ in range(3):  # heartbeats' answers say it again and again
+        node._cancel("l")
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert channel.beat_fields()["lease_ids"] == ["l"]
+        assert told == ["sample_result"]
+    acknowledged.set()
+    await asyncio.wait(node._leases.values())
+    await asyncio.sleep(0)
+    assert told == ["sample_result"] + (["lease_cancelled"] if not is_over else [])
+    hello = channel.hello_fields()
+    assert (hello["settled_tokens"], hello["open_leases"], channel.beat_fields()["lease_ids"]) == (3, [], [])

@@ -28,6 +28,7 @@ def _kill(victim: str, moment: str, *, check: Callable[[Scene, dict[str, Role], 
     kind, conditions = MOMENTS[moment]
 
     def body(scene: Scene) -> None:
+        scene.run.hold_commits(after=2)
         roles = scene.run.start_all()
         scene.steps(1)
         children = descendants(roles[victim].pid)
@@ -43,6 +44,7 @@ def _kill(victim: str, moment: str, *, check: Callable[[Scene, dict[str, Role], 
 
 def _kill_idle(victim: str) -> Body:
     def body(scene: Scene) -> None:
+        scene.run.hold_commits(after=1)
         roles = scene.run.start_all()
         with scene.run.held_at(1):
             scene.run.wait_until(_nobody_works)
@@ -62,12 +64,16 @@ def _one_of_two(role: str) -> Body:
     """The node is not started again: the other one takes its work."""
 
     def body(scene: Scene) -> None:
+        scene.run.hold_commits(after=1)
         second = [scene.run.start("reward", "second")] if role == "reward" else []
         roles = scene.run.start_all(*(("a", "second") if role == "rollout" else ("a",)))
         victim = second.pop() if second else roles.pop("second")
         children = descendants(victim.pid)
-        kind = "generate_lease" if role == "rollout" else "score_lease"
-        scene.kill_at(victim, kind, after_step=1, direction="down", node_id="second")
+        kind, other = ("generate_lease", "a") if role == "rollout" else ("score_lease", "judge")
+        with scene.run.held_at(1):
+            rule = scene.when_leased(kind, "second", other, victim.process.kill)
+        scene.inject(rule.wait())
+        victim.process.wait()
         assert_gone(children, within_s=60)
         scene.finish(*roles.values())
 
@@ -78,8 +84,9 @@ def _freeze(victim: str, silent_s: float, *, wait_for: str = "") -> Body:
     """SIGSTOP for ``silent_s``, then SIGCONT: the process goes on with what it had in mind, and the run has not ended meanwhile."""
 
     def body(scene: Scene) -> None:
-        roles = scene.run.start_all("a", "b") if victim == "a" else scene.run.start_all()
         last = scene.run.hold_commits(after=scene.run.config["coordinator"]["max_steps"] - 1)
+        scene.run.hold_commits(after=2)
+        roles = scene.run.start_all("a", "b") if victim == "a" else scene.run.start_all()
         with scene.run.held_at(2):
             if wait_for:
                 rule = scene.proxy.when(wait_for, lambda _: roles[victim].signal(signal.SIGSTOP), node_id=victim)
@@ -97,6 +104,7 @@ def _freeze(victim: str, silent_s: float, *, wait_for: str = "") -> Body:
 
 
 def _freeze_for_good(scene: Scene) -> None:
+    scene.run.hold_commits(after=2)
     roles = scene.run.start_all("a", "b")
     frozen = roles.pop("a")
     with scene.run.held_at(2):
@@ -123,6 +131,7 @@ def _die_within_the_step(scene: Scene) -> None:
 
 def _learner_twice(scene: Scene) -> None:
     """The second one dies while it trains again what the first had trained: everything twice, and yet once."""
+    scene.run.hold_commits(after=4)
     roles = scene.run.start_all()
     scene.kill_at(roles["learner"], "batch", after_step=4, direction="down")  # after 5, and the last checkpoint is of 4
     again = scene.proxy.when("batch", lambda _: roles["learner"].process.kill(), direction="down", skip=1)
@@ -137,6 +146,7 @@ def _power_cut(moment: str) -> Body:
     kind, conditions = MOMENTS[moment]
 
     def body(scene: Scene) -> None:
+        scene.run.hold_commits(after=3)
         scene.run.start_all()
         with scene.run.held_at(3):
             rule = scene.proxy.when(kind, lambda _: scene.run.signal_all(), **conditions)
@@ -151,6 +161,7 @@ def _power_cut(moment: str) -> Body:
 
 def _resume_late(scene: Scene) -> None:
     """Cut at step 12, then 20 more: staleness and order must hold from the first step on (``evidence`` checks each)."""
+    scene.run.hold_commits(after=12)
     scene.run.start_all("a", "b")
     with scene.run.held_at(12):
         scene.inject()
@@ -188,6 +199,7 @@ def _terminate(victim: str, code: int) -> Body:
 
     def body(scene: Scene) -> None:
         role = {"a": "rollout", "judge": "reward"}.get(victim, victim)
+        scene.run.hold_commits(after=2)
         roles = scene.run.start_all()
         kind = {"a": "generate_lease", "judge": "score_lease"}.get(victim, "batch")
         with scene.run.held_at(2):
@@ -204,6 +216,7 @@ def _terminate(victim: str, code: int) -> Body:
 
 def _terminate_coordinator(scene: Scene) -> None:
     """The run stops in order: everybody leaves with 0, it says 143, and goes on later."""
+    scene.run.hold_commits(after=2)
     roles = scene.run.start_all()
     with scene.run.held_at(2):
         scene.inject()

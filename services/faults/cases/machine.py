@@ -11,7 +11,7 @@ from pathlib import Path
 
 from services.faults.case import Case, NotRun, Scene
 from services.faults.harness import Run
-from services.faults.processes import ROOT, Role, assert_gone, descendants, free_port, processes_of
+from services.faults.processes import ROOT, Role, assert_gone, assert_none_of, descendants, free_port
 
 CLOCK = Path(__file__).resolve().parents[1] / "clock"
 # Of roles whose interpreters start for themselves, which takes as long as the machine needs.
@@ -73,11 +73,13 @@ def _disk_fills_and_is_freed(scene: Scene) -> None:
     """The coordinator waits for room, and nothing is acknowledged meanwhile."""
     run = scene.run
     disk = SmallDisk(run, run.folder / "runs", size_mib=48)
+    run.hold_commits(after=2)
     roles = run.start_all()
     with run.held_at(2):
         scene.inject()
         disk.fill()
         full_at = time.time()
+    _await_event(roles["coordinator"], "disk_full")
     time.sleep(4)
     freed_at = time.time()
     disk.free()
@@ -91,6 +93,7 @@ def _disk_stays_full(scene: Scene) -> None:
     """An error that says what to do; with room again, the coordinator goes on where it was, and the nodes with it."""
     run = scene.run
     disk = SmallDisk(run, run.folder / "runs", size_mib=48)
+    run.hold_commits(after=2)
     roles = run.start_all()
     with run.held_at(2):
         scene.inject()
@@ -106,11 +109,21 @@ def _disk_stays_full(scene: Scene) -> None:
     disk.copy_out()
 
 
+def _await_event(role: Role, name: str) -> None:
+    """Until ``role`` has logged it."""
+    deadline = time.monotonic() + 120
+    while not role.events(name):
+        assert role.process.poll() is None, role.tail()
+        assert time.monotonic() < deadline, f"no {name}\n{role.tail()}"
+        time.sleep(0.05)
+
+
 def _with_full_checkpoint_disk(scene: Scene) -> tuple[Role, SmallDisk, dict[str, Role]]:
     """(learner, disk, the other roles): after its first step the disk of its checkpoints fills up."""
     run = scene.run
     roles = run.start_all_but("learner")
     disk = SmallDisk(run, run.run_dir / "checkpoints", size_mib=1)
+    run.hold_commits(after=1)
     learner = run.start("learner")
     run.prefix = []
     with run.held_at(1):
@@ -132,9 +145,11 @@ def _checkpoint_disk_full(scene: Scene) -> None:
 
 def _checkpoint_disk_full_for_a_while(scene: Scene) -> None:
     """The learner goes on without a checkpoint, says so, and writes the next one."""
+    checkpoint = scene.run.hold_commits(after=scene.run.config["learner"]["checkpoint_interval_steps"])
     learner, disk, roles = _with_full_checkpoint_disk(scene)
-    scene.run.wait_until(lambda _: bool(learner.events("checkpoint_failed")))
+    _await_event(learner, "checkpoint_failed")
     disk.free()
+    scene.proxy.release(checkpoint)
     scene.finish(learner, *roles.values())
     disk.copy_out()
 
@@ -156,6 +171,7 @@ def _clock_jumps(scene: Scene) -> None:
 
 
 def _two_on_one_journal(scene: Scene) -> None:
+    scene.run.hold_commits(after=1)
     roles = scene.run.start_all()
     other = f"coordinator.bind=tcp://127.0.0.1:{free_port()}"
     with scene.run.held_at(1):
@@ -169,6 +185,7 @@ def _two_on_one_journal(scene: Scene) -> None:
 
 def _two_on_one_port(scene: Scene) -> None:
     """Another run's coordinator is refused the port, and another run's node is refused by this run's coordinator."""
+    scene.run.hold_commits(after=1)
     roles = scene.run.start_all()
     with scene.run.held_at(1):
         scene.inject()
@@ -185,6 +202,7 @@ def _two_on_one_port(scene: Scene) -> None:
 def _killed_parent(scene: Scene) -> None:
     """``forebay up`` is killed: its children end and free all they held; the run is resumed."""
     run = scene.run
+    run.hold_commits(after=2)
     up = run.forebay("up", str(run.config_path))
     with run.held_at(2):
         children = descendants(up.pid)
@@ -194,7 +212,7 @@ def _killed_parent(scene: Scene) -> None:
     assert up.exit_code() == -signal.SIGKILL
     assert_gone(children, within_s=60)
     scene.detect()
-    assert not processes_of(run.folder)
+    assert_none_of(run.folder, within_s=60)  # those, too, that the children had just started
     run.run_dir = next(path for path in (run.folder / "runs").iterdir() if path.is_dir())
     run.config["run"]["id"] = run.run_dir.name
     scene.finish(run.forebay("up", "--resume", str(run.run_dir)))

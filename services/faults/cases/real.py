@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from services.faults.case import Case, NotRun, Scene
-from services.faults.processes import ROOT, Role, assert_gone, descendants
+from services.faults.processes import ROOT, Role, assert_gone, command_of, descendants
 
 QUICKSTART = ROOT / "deploy" / "quickstart"
 REAL: dict[str, Any] = {
@@ -88,6 +88,7 @@ def _start(scene: Scene, *, ranks: int = 1) -> dict[str, Role]:
     _needs_model()
     roles = scene.run.start_all_but("learner")
     scene.run.wait_until(lambda s: {"a", "judge"} <= {node["node_id"] for node in s["nodes"]}, START_S)
+    scene.run.hold_commits(after=1)
     roles["learner"] = _learner(scene, ranks)
     scene.run.wait_for_step(1, START_S)
     return roles
@@ -120,7 +121,7 @@ def _engine_dies(scene: Scene) -> None:
 def _engine_core_dies(scene: Scene) -> None:
     """The engine's process below the rollout node: the node ends with an error, and its successor goes on."""
     roles = _start(scene)
-    cores = [pid for pid in descendants(roles["a"].pid) if b"EngineCore" in _command(pid)]
+    cores = [pid for pid in descendants(roles["a"].pid) if "EngineCore" in command_of(pid)]
     assert cores, "no engine core below the rollout node"
     with scene.run.held_at(1):
         rule = scene.proxy.when("sample_result", lambda _: [os.kill(pid, 9) for pid in cores])
@@ -131,12 +132,6 @@ def _engine_core_dies(scene: Scene) -> None:
     assert "engine process died" in roles["a"].error(), f"the node said: {roles['a'].error()[:500]}"
     roles["a"] = scene.run.again(roles["a"])
     _finish(scene, roles)
-
-
-def _command(pid: int) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/comm").read_bytes()
-    return b""
 
 
 def _learner_dies(scene: Scene) -> None:
@@ -154,7 +149,7 @@ def _learner_dies(scene: Scene) -> None:
 def _rank_dies(scene: Scene) -> None:
     """One rank of two: its world ends, with the code of the kill, and a new one trains the batch."""
     roles = _start(scene, ranks=2)
-    ranks = sorted(pid for pid in descendants(roles["learner"].pid) if b"services.learner" in _command(pid))
+    ranks = sorted(pid for pid in descendants(roles["learner"].pid) if "services.learner" in command_of(pid))
     assert len(ranks) == 2, "not two ranks below the learner"
     killer = threading.Timer(0.1, os.kill, (ranks[-1], 9))
     with scene.run.held_at(1):

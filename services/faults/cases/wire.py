@@ -38,6 +38,7 @@ def _on_the_way(action: str, stage: str) -> Body:
             rules = _add_rules(scene, action, stage)
             roles = scene.run.start_all()
         else:
+            scene.run.hold_commits(after=1)
             roles = scene.run.start_all()
             with scene.run.held_at(1):
                 rules = _add_rules(scene, action, stage)
@@ -77,6 +78,8 @@ def _wire_case(action: str, stage: str) -> Case:
 
 def _chaos(scene: Scene) -> None:
     """Every message between everybody, with some probability."""
+    scene.run.hold_commits(after=10)
+    scene.run.hold_commits(after=1)
     roles = scene.run.start_all()
     with scene.run.held_at(1):
         rules = [scene.proxy.add(action, probability=0.03, count=None) for action in ("drop", "duplicate", "reorder")]
@@ -92,8 +95,9 @@ def _cut_off(node_id: str, seconds: float) -> Body:
     """Nothing passes in either direction for ``seconds``, and what was sent is gone. The run does not end meanwhile."""
 
     def body(scene: Scene) -> None:
-        roles = scene.run.start_all("a", "b")
         last = scene.run.hold_commits(after=scene.run.config["coordinator"]["max_steps"] - 1)
+        scene.run.hold_commits(after=2)
+        roles = scene.run.start_all("a", "b")
         with scene.run.held_at(2):
             scene.inject()
             scene.proxy.cut(node_id)

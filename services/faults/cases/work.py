@@ -11,7 +11,7 @@ from collections import Counter
 from services.faults.case import Body, Case, Scene
 from services.faults.harness import SAME, task_line, task_lines
 from services.faults.interleave import lost_wakeups
-from services.faults.processes import assert_gone, descendants, seconds
+from services.faults.processes import assert_gone, command_of, descendants, seconds
 from services.faults.proxy import Seen, body_of
 
 BAD = "the bad one"  # in the prompt that has the fault
@@ -33,6 +33,7 @@ def _leases(scene: Scene, task_id: str) -> list[Seen]:
 
 
 def _all_producers_die(scene: Scene) -> None:
+    scene.run.hold_commits(after=2)
     roles = scene.run.start_all()
     scene.kill_at(roles.pop("a"), "generate_lease", after_step=2)
     scene.end(roles.pop("coordinator"), 5, says="0 rollout")
@@ -87,6 +88,7 @@ def _first_lease_of_bad(scene: Scene) -> float:
 
 def _too_long(scene: Scene) -> None:
     """Refused once, replaced, and not tried again by the coordinator's successor."""
+    scene.run.hold_commits(after=2)
     roles = scene.run.start_all()
     scene.inject(_first_lease_of_bad(scene))
     with scene.run.held_at(2):
@@ -173,12 +175,13 @@ def _judge_process(signum: int) -> Body:
     """The process below a reward node that judges is killed, or frozen for good; a second node is there."""
 
     def body(scene: Scene) -> None:
+        scene.run.hold_commits(after=1)
         second = scene.run.start("reward", "second")
         roles = scene.run.start_all()
         with scene.run.held_at(1):
-            judges = {pid for pid in descendants(second.pid) if "judge_process" in _command(pid)}
+            judges = {pid for pid in descendants(second.pid) if "judge_process" in command_of(pid)}
             assert len(judges) == 1
-            rule = scene.proxy.when("score_lease", lambda _: os.kill(min(judges), signum), node_id="second")
+            rule = scene.when_leased("score_lease", "second", "judge", lambda: os.kill(min(judges), signum))
         scene.inject(rule.wait())
         scene.finish(second, *roles.values())
         assert_gone(judges, within_s=60)
@@ -186,16 +189,9 @@ def _judge_process(signum: int) -> Body:
     return body
 
 
-def _command(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as command:
-            return command.read().decode(errors="replace")
-    except OSError:
-        return ""
-
-
 def _never_judged(scene: Scene) -> None:
     """A grader that no node has: each judgement is an infrastructure error. Out after its attempts, and the run goes on."""
+    scene.run.hold_commits(after=3)
     roles = scene.run.start_all()
     scene.inject(_first_lease_of_bad(scene))
     with scene.run.held_at(3):

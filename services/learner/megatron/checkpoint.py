@@ -198,9 +198,8 @@ class Checkpointer:
         rename(wanted, saved=saved, own=own)
         own_state = wanted.pop("optimizer")
         loaded = _read(path, wanted)
-        state = merged(
-            own_state, _read(path, {"tensors": own_state})["tensors"]
-        )  # apart: a tensor may be parameter and master
+        # By itself: a tensor may be parameter and master.
+        state = merged(own_state, _read(path, {"tensors": own_state})["tensors"])
         for part in [state] if len(self._optimizer.chained_optimizers) == 1 else state.values():
             set_adam_step(part, adam_step(loaded["optimizer"]), distributed=own[1])
         return {**loaded, "optimizer": state}

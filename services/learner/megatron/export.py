@@ -54,9 +54,8 @@ def stored_dtypes(source: Path, arch: Architecture) -> dict[str, torch.dtype]:
     """The dtype of each tensor in a model folder; that of its config.json where the weights are gone."""
     dtypes = dict.fromkeys(sent_names(all_entries(arch)), getattr(torch, arch.dtype))
     with contextlib.suppress(ConfigError), open_weights(source) as stored:
-        dtypes |= {
-            name: DTYPES[stored[name].dtype] for name in dtypes.keys() & stored.keys()
-        }  # as checked when it was loaded
+        # All are in DTYPES, as was checked when it was loaded.
+        dtypes |= {name: DTYPES[stored[name].dtype] for name in dtypes.keys() & stored.keys()}
     return dtypes
 
 

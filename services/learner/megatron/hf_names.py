@@ -104,9 +104,8 @@ def layer_entries(arch: Architecture, num_expert_ranks: int) -> Iterator[Entry]:
             yield Entry(megatron, tuple(name.replace("{e}", str(e)) for name in entry.hf), entry.kind, e // per_rank)
 
 
-@functools.lru_cache(
-    maxsize=8
-)  # 25,000 entries where a model has 94 layers of 128 experts, and each update asks for them
+# 25,000 entries where a model has 94 layers of 128 experts, and each update asks for them.
+@functools.lru_cache(maxsize=8)
 def stage_entries(
     arch: Architecture, layers: tuple[tuple[range, ...], ...], stage: int, num_expert_ranks: int = 1
 ) -> tuple[Entry, ...]:
