@@ -138,7 +138,8 @@ def test_a_node_that_waits_for_a_coordinator_ends_at_the_first_sigterm(tmp_path,
 
 
 def test_a_node_of_another_run_is_told_so(tmp_path):
-    with Run(tmp_path) as run:
+    # Nobody joins, so nothing happens until the last of three programs has started: longer than the harness' limit on a slow machine.
+    with Run(tmp_path, {"coordinator.no_progress_timeout_s": 1000}) as run:
         run.start("coordinator")
         run.now()
         for role in ("rollout", "reward", "learner"):
