@@ -20,6 +20,7 @@ COLD = {
     "learner.fake_step_s": 0.3,
     "coordinator.no_progress_timeout_s": 120.0,
     "run.join_timeout_s": 120.0,
+    "run.sync_timeout_s": 120.0,  # a learner that wants to publish waits for a coordinator that starts again
 }
 
 
