@@ -45,6 +45,8 @@ says() {{ systemctl show --value -p "$2" "$1"; }}
 until_over() {{ while systemctl show --value -p ActiveState "$@" | grep -qE '^(re|de)?activ' || systemctl list-jobs | grep -q forebay; do sleep 0.3; done; }}
 # Wait until a run at step $1 answers.
 until_step() {{ until [ "$($forebay status --address $address --json 2> /dev/null | grep -oP '^ "version": \\K\\d+')" -ge "$1" ]; do sleep 0.3; done; }}
+# Wait until the run has so many rollout nodes: it must not end before.
+until_rollouts() {{ until [ "$($forebay status --address $address --json 2> /dev/null | grep -c '"role": "rollout"')" -ge "$1" ]; do sleep 0.3; done; }}
 # One line for each unit; then the number of processes of the units' user.
 report() {{
   for unit in $all $*; do
@@ -77,15 +79,13 @@ def run_script(tmp_path: Path, body: str, *args: str, timeout_s: float = 400.0) 
 def test_a_run_by_the_unit_files_finishes_and_every_unit_ends_well(tmp_path: Path) -> None:
     body = """
     systemctl enable $all
+    systemctl start forebay-coordinator $nodes
+    until_rollouts 2
     systemctl start forebay.target
     until_over $all
     report
     """
-    slowly = (
-        "coordinator.max_steps=4",
-        "learner.fake_step_s=3",
-    )  # so that it does not end before its second rollout node is up
-    units, box = run_script(tmp_path, body, *slowly)
+    units, box = run_script(tmp_path, body, "coordinator.max_steps=4")
     assert len(units) == 5
     for unit, state in units.items():
         assert state == ["inactive", "success", "0", "0"], unit

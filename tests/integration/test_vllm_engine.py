@@ -41,7 +41,7 @@ def model_dir(tmp_path_factory):
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=512,
+        max_position_embeddings=1024,
         tie_word_embeddings=True,
         eos_token_id=end_of_message,
         bos_token_id=None,
@@ -115,7 +115,7 @@ def sender(model_dir):
 async def engine(model_dir):
     from services.rollout.vllm_engine import VllmEngine
 
-    run = RunConfig(id="t", model=model_dir, max_prompt_tokens=64, max_completion_tokens=200)
+    run = RunConfig(id="t", model=model_dir, max_prompt_tokens=64, max_completion_tokens=900)
     engine = VllmEngine(run, RolloutConfig(dtype="float32", num_threads=1, max_num_seqs=16))
     await engine.start()
     yield engine
@@ -190,7 +190,8 @@ async def test_new_weights_are_used_while_requests_are_in_flight(engine, sender)
     sender.change(seed=1)
     await sender.join(engine, sender.plan(1))  # which takes its time, and the requests go on meanwhile
     before = engine.generated_tokens()
-    in_flight = asyncio.create_task(sample(engine, 180, num_samples=8))
+    # So many and so long that some go on for seconds, whatever happens to this process meanwhile.
+    in_flight = asyncio.create_task(sample(engine, 900, num_samples=16))
     while engine.generated_tokens() < before + 100:  # noqa: ASYNC110 (vLLM counts in no event; until requests are under way)
         await asyncio.sleep(0.01)
     await sender.update(engine, 1)
