@@ -1,6 +1,6 @@
 """The same work through what a user would pick instead: a Ray actor, a Ray queue, Redis streams with JSON and with msgpack.
 
-    python3 -m venv /tmp/others && /tmp/others/bin/pip install ray redis
+    python3 -m venv /tmp/others && /tmp/others/bin/pip install ray redis numpy msgpack
     apt-get install redis-server
     python -m bench.transports [--seconds 8] [--rounds 3] [--ray-python /tmp/others/bin/python]
 
