@@ -290,6 +290,11 @@ def _check_work(config: Config) -> list[str]:
                 f"run.ack_timeout_s = {config.run.ack_timeout_s:g} must be over {key} = {limit:g}, or nodes give up a result while "
                 "the coordinator may still take it."
             )
+    if config.run.sync_timeout_s < 2 * coordinator.node_timeout_s:
+        problems.append(
+            f"run.sync_timeout_s = {config.run.sync_timeout_s:g} must be at least twice coordinator.node_timeout_s = "
+            f"{coordinator.node_timeout_s:g}: what is lost on its way is sent again after that, and one loss would end the weight update."
+        )
     if config.up.reward_nodes and config.up.stop_timeout_s <= config.reward.drain_timeout_s:
         problems.append(
             f"up.stop_timeout_s = {config.up.stop_timeout_s:g} must be over reward.drain_timeout_s = {config.reward.drain_timeout_s:g}, "

@@ -93,8 +93,9 @@ class Coordinator:
             reply=reply, on_progress=on_progress, known_nodes=json.loads(journal.meta.get("nodes", "[]")),
         )  # fmt: skip
         self.updates = WeightUpdates(
-            self.members, timeout_s=run.sync_timeout_s, boot=boot, reply=reply, on_progress=on_progress
-        )
+            self.members, timeout_s=run.sync_timeout_s, again_s=config.node_timeout_s, boot=boot,
+            reply=reply, on_progress=on_progress,
+        )  # fmt: skip
         self.steps = StepDesk(
             config, pool=self.pool, members=self.members, updates=self.updates, journal=journal,
             reply=reply, on_progress=on_progress, on_replay_read=self._on_replay_read,

@@ -4,11 +4,12 @@
       | SyncRequest ----> |                     |
       | <---- SyncPlan -- | -- SyncPlan ------> |      both sides form (or keep) the process groups
       | SyncReady ------> | <------ SyncReady - |
-      | <------ SyncGo -- | -- SyncGo --------> |      only when everybody is ready
+      | <------ SyncGo -- | -- SyncGo --------> |      the answers, only when everybody is ready
       | ============== weight tensors ========> |
       | SyncSent -------> | <------- SyncDone - |      or SyncFailed: that node is fenced
-      | <-- SyncResult -- |                     |
+      | <-- SyncResult -- | -- Ack -----------> |
 
+All but the nodes' SyncPlan are requests and their answers, which come again when they are lost; a node that isn't ready is sent its plan again.
 A failure or a death before ``SyncSent`` aborts the round: all are told at once, and the learner ends whatever wait the others
 sit in (``weights.abort_group``) and asks again, without a node that is at fault. After it, the node alone is fenced.
 ``SyncRound`` is the state; the service sends.
@@ -25,14 +26,14 @@ from services.coordinator.membership import Node
 
 @dataclass
 class SyncRound:
-    """``*_seq`` are requests of the learner that wait for their answer (0: none)."""
+    """``*_seq`` are requests of the learner that wait for their answer (0: none); ``ready`` has those of the nodes."""
 
-    sync_id: int
-    tag: VersionTag
-    members: dict[str, SyncMember]
+    plan: SyncPlan
     started_at: float
     deadline: float
-    ready: set[str] = field(default_factory=set)
+    members: dict[str, SyncMember] = field(init=False)
+    told_at: dict[str, float] = field(init=False)  # when each node was last sent the plan
+    ready: dict[str, int] = field(default_factory=dict)
     done: dict[str, float] = field(default_factory=dict)  # node -> seconds of its pause
     failed: dict[str, str] = field(default_factory=dict)
     learner_ready_seq: int = 0
@@ -41,10 +42,24 @@ class SyncRound:
     send_s: float = 0.0
     went: bool = False
 
+    def __post_init__(self) -> None:
+        self.members = {member.node_id: member for member in self.plan.members}
+        self.told_at = dict.fromkeys(self.members, self.started_at)
+
+    @property
+    def sync_id(self) -> int:
+        """Of the plan."""
+        return self.plan.sync_id
+
+    @property
+    def tag(self) -> VersionTag:
+        """What is published."""
+        return self.plan.tag
+
     @property
     def all_ready(self) -> bool:
         """Learner and every member have their groups."""
-        return self.learner_ready_seq != 0 and not self.failed and self.ready >= set(self.members)
+        return self.learner_ready_seq != 0 and not self.failed and set(self.members) <= set(self.ready)
 
     @property
     def settled(self) -> bool:
@@ -63,8 +78,14 @@ class SyncRound:
 
     def missing(self) -> list[str]:
         """Members that the round still waits for."""
-        reported = set(self.failed) | (set(self.done) if self.went else self.ready)
+        reported = set(self.failed) | set(self.done if self.went else self.ready)
         return sorted(set(self.members) - reported)
+
+    def untold(self, now: float, again_s: float) -> list[str]:
+        """Members that are not ready and were sent the plan ``again_s`` ago: it may be lost. They count as told ``now``."""
+        late = [] if self.went else [node_id for node_id in self.missing() if now - self.told_at[node_id] >= again_s]
+        self.told_at.update(dict.fromkeys(late, now))
+        return late
 
 
 class StandingGroup:
@@ -88,7 +109,7 @@ class StandingGroup:
 
 def plan_round(
     sync_id: int, request: SyncRequest, nodes: list[Node], standing: StandingGroup, *, now: float, timeout_s: float
-) -> tuple[SyncRound, SyncPlan]:
+) -> SyncRound:
     """Ranks for all receivers: the sender is 0, then each node's workers in order of node id."""
     members, rank = [], 1
     for node in sorted(nodes, key=lambda node: node.node_id):
@@ -103,5 +124,4 @@ def plan_round(
         group_key=standing.key_for(nodes, sync_id),
         timeout_s=timeout_s,
     )
-    round_ = SyncRound(sync_id, request.tag, {m.node_id: m for m in members}, now, now + timeout_s)
-    return round_, plan
+    return SyncRound(plan, started_at=now, deadline=now + timeout_s)

@@ -39,12 +39,21 @@ def unreachable(stores: list[str], learner: Node, receivers: list[Node]) -> str:
 
 
 class WeightUpdates:
-    """See the module. ``boot`` counts the coordinator's starts: round ids never repeat, for nodes outlive this process."""
+    """See the module. A plan that a node may not have got is sent again after ``again_s``. ``boot`` counts the coordinator's starts:
+    round ids never repeat, for nodes outlive this process."""
 
     def __init__(
-        self, members: Members, *, timeout_s: float, boot: int, reply: Reply, on_progress: Callable[[], None]
+        self,
+        members: Members,
+        *,
+        timeout_s: float,
+        again_s: float,
+        boot: int,
+        reply: Reply,
+        on_progress: Callable[[], None],
     ) -> None:
-        self._members, self._timeout_s, self._reply, self._on_progress = members, timeout_s, reply, on_progress
+        self._members, self._timeout_s, self._again_s = members, timeout_s, again_s
+        self._reply, self._on_progress = reply, on_progress
         self._sync_ids = itertools.count(boot * 1_000_000 + 1)
         self._round: SyncRound | None = None
         self._standing = StandingGroup()
@@ -77,10 +86,14 @@ class WeightUpdates:
             self._round.deadline += stall_s
 
     def expire(self, now: float) -> None:
-        """End a round that is past its deadline."""
-        if self._round is None or now <= self._round.deadline:
+        """Remind the nodes that may not have the plan; end a round that is past its deadline."""
+        if (round_ := self._round) is None:
             return
-        round_, late = self._round, self._round.missing()
+        if now <= round_.deadline:
+            for node_id in round_.untold(now, self._again_s):
+                self._reply(self._members.nodes[node_id].identity, round_.plan)
+            return
+        late = round_.missing()
         for node_id in late:
             self.fail_member(round_, node_id, "did not finish within run.sync_timeout_s", at_fault=True)
         if not late:
@@ -99,12 +112,12 @@ class WeightUpdates:
         if reason := unreachable(message.stores, node, receivers):
             return self._reply(node.identity, m.Refused(reason=reason, fatal=False), received.seq)
         now = time.monotonic()
-        self._round, plan = plan_round(
+        self._round = plan_round(
             next(self._sync_ids), message, receivers, self._standing, now=now, timeout_s=self._timeout_s
         )
-        self._reply(node.identity, plan, received.seq)
+        self._reply(node.identity, self._round.plan, received.seq)
         for receiver in receivers:
-            self._reply(receiver.identity, plan)
+            self._reply(receiver.identity, self._round.plan)
 
     def on_ready(self, node: Node, message: m.SyncReady, received: Received) -> None:
         """A side has its groups."""
@@ -112,11 +125,10 @@ class WeightUpdates:
             return
         if node.role == "learner":
             round_.learner_ready_seq = received.seq
-            if round_.went:  # the answer was lost on its way
-                self._reply(node.identity, m.SyncGo(sync_id=round_.sync_id), received.seq)
         else:
-            round_.ready.add(node.node_id)
-            self._reply(node.identity, m.Ack(), received.seq)
+            round_.ready[node.node_id] = received.seq
+        if round_.went:  # another request than the one that was answered
+            self._reply(node.identity, m.SyncGo(sync_id=round_.sync_id), received.seq)
         self._advance()
 
     def on_done(self, node: Node, message: m.SyncDone, received: Received) -> None:
@@ -172,8 +184,8 @@ class WeightUpdates:
         elif not round_.went and round_.all_ready:
             round_.went = True
             self._reply(learner.identity, m.SyncGo(sync_id=round_.sync_id), round_.learner_ready_seq)
-            for node_id in round_.members:
-                self._reply(self._members.nodes[node_id].identity, m.SyncGo(sync_id=round_.sync_id))
+            for node_id, seq in round_.ready.items():
+                self._reply(self._members.nodes[node_id].identity, m.SyncGo(sync_id=round_.sync_id), seq)
         elif round_.settled and round_.learner_sent_seq:
             self._finish(round_, learner)
 

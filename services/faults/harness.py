@@ -65,7 +65,7 @@ def base_config(folder: Path, address: str) -> dict[str, Any]:
             "max_prompt_tokens": 64,
             "max_completion_tokens": 64,
             "join_timeout_s": 30,
-            "sync_timeout_s": 30,
+            "sync_timeout_s": 60,
         },
         "coordinator": coordinator,
         "rollout": {"engine": "fake", "max_concurrent_groups": 4, "fake": {"completion": LUCKY, "num_tokens": 8}},

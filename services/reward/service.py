@@ -110,6 +110,8 @@ class RewardNode:
                     log.warning("unexpected_message", kind=message.kind)
 
     def _begin(self, lease: m.ScoreLease) -> None:
+        if lease.lease_id in self._leases:  # the message came twice
+            return
         task = asyncio.create_task(self._work(lease), name=f"lease {lease.lease_id}")
         self._leases[lease.lease_id] = task
         self._open[lease.lease_id] = m.OpenLease(

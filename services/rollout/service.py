@@ -1,6 +1,6 @@
 """A rollout node's loop: leases in, finished completions out, new weights whenever the learner has some.
 
-    consumes:    GenerateLease, SyncPlan, SyncGo, CancelLease, Shutdown
+    consumes:    GenerateLease, SyncPlan, CancelLease, Shutdown
     produces:    SampleResult for each finished completion, SyncReady, SyncDone
     waits for:   pushes of the coordinator; the engine
     unblocked by: the coordinator's leases and sync rounds; a node that holds no valid weights gets no leases
@@ -50,9 +50,8 @@ class RolloutNode:
             0  # that the coordinator is known to have in its ledger: delivered, or thrown away while this node was idle
         )
         self._idle_tokens: int | None = None  # generated at the last heartbeat, if no lease was open
-        self._plan: m.SyncPlan | None = None
+        self._sync_id = 0  # of the last plan
         self._sync: asyncio.Task[None] | None = None
-        self._go: asyncio.Future[None] | None = None
         self._idle = Idle(
             waits, "leases", on="coordinator", timeout_s=run.idle_timeout_s, limit_key="run.idle_timeout_s"
         )
@@ -103,16 +102,14 @@ class RolloutNode:
                     for lease_id in message.lost_lease_ids:
                         self._cancel(lease_id)
                 case m.SyncPlan():
-                    await self._cancel_sync()
-                    self._go = asyncio.get_running_loop().create_future()
-                    self._sync = asyncio.create_task(self._take_weights(message, self._go))
-                case m.SyncGo():
-                    if self._go is not None and not self._go.done():
-                        self._go.set_result(None)
+                    if message.sync_id > self._sync_id:  # else it came twice, or a later one overtook it
+                        await self._cancel_sync()
+                        self._sync_id = message.sync_id
+                        self._sync = asyncio.create_task(self._take_weights(message))
                 case m.SyncAborted():
-                    log.warning("sync_aborted", reason=message.reason)
-                    await self._cancel_sync()
-                    await self.engine.leave_groups()
+                    if message.sync_id == self._sync_id:
+                        await self._cancel_sync()
+                        await self._leave_groups(message)
                 case m.Shutdown():
                     log.info("shutdown", reason=message.reason)
                     return
@@ -128,6 +125,8 @@ class RolloutNode:
     # ---- generation ----
 
     def _begin(self, lease: m.GenerateLease) -> None:
+        if lease.lease_id in self._leases:  # the message came twice
+            return
         sends: list[asyncio.Task[None]] = []
         generation = asyncio.create_task(self._generate(lease, sends), name=f"lease {lease.lease_id}")
         task = asyncio.create_task(self._work(lease, generation, sends))
@@ -230,21 +229,23 @@ class RolloutNode:
 
     # ---- weights ----
 
-    async def _take_weights(self, plan: m.SyncPlan, go: asyncio.Future[None]) -> None:
+    async def _take_weights(self, plan: m.SyncPlan) -> None:
         member = next((member for member in plan.members if member.node_id == self.channel.node_id), None)
         if member is None:
             return
         started = time.monotonic()
-        limit: Any = {"timeout_s": plan.timeout_s, "limit_key": "run.sync_timeout_s"}
+        # The coordinator ends the update at its own limit; these are over only if that could not reach us.
+        limit: Any = {"timeout_s": 1.5 * plan.timeout_s, "limit_key": "run.sync_timeout_s"}
         try:
             with self.waits.named(f"a weight group for {plan.tag}", on="learner", **limit):
                 await self.engine.form_groups(plan, member)
             with self.waits.named(f"go for {plan.tag}", on="coordinator", **limit):
                 answer = (await self.channel.request(m.SyncReady(sync_id=plan.sync_id))).message
-                if isinstance(answer, m.SyncAborted):  # the coordinator has restarted, or given up on this node
-                    log.warning("sync_aborted", reason=answer.reason)
-                    return
-                await go
+            if isinstance(
+                answer, m.SyncAborted
+            ):  # its push was lost; or the coordinator has restarted, or given up on this node
+                await self._leave_groups(answer)
+                return
             with self.waits.named(f"weights {plan.tag}", on="learner", **limit):
                 pause_s = await self._update(plan)
             done = m.SyncDone(sync_id=plan.sync_id, receive_s=time.monotonic() - started, pause_s=pause_s)
@@ -266,6 +267,10 @@ class RolloutNode:
             return await self.engine.update_weights(plan)
         finally:
             self._paused_s += time.monotonic() - started
+
+    async def _leave_groups(self, aborted: m.SyncAborted) -> None:
+        log.warning("sync_aborted", reason=aborted.reason)
+        await self.engine.leave_groups()
 
     async def _cancel_sync(self) -> None:
         if self._sync is not None and not self._sync.done():

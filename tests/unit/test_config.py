@@ -83,6 +83,7 @@ def test_any_config_can_be_tried_with_the_fakes():
         ("up.rollout_devices=[[0],[1]]", "up.rollout_nodes"),
         ("up.learner_devices=[0, 1]", "up.learner_procs"),
         ("run.ack_timeout_s=10", "run.join_timeout_s"),
+        ("run.sync_timeout_s=29", "must be at least twice coordinator.node_timeout_s = 15"),
         ("coordinator.no_progress_timeout_s=10", "gives up before a lease does"),
         ("run.routing_replay=true", "the model has no experts"),
         ("coordinator.bind=tcp://0.0.0.0:5710", "coordinator.insecure = true"),

@@ -45,6 +45,7 @@ class Desk:
         self.coordinator._give_out()
         outbox, self.coordinator._outbox = self.coordinator._outbox, []
         self.arrays = [arrays for _, _, _, arrays in outbox]
+        self.answers_to = [re for _, _, re, _ in outbox]
         return [(to.decode(), message) for to, message, _, _ in outbox]
 
     def score(self, identity, lease, result):
@@ -353,10 +354,13 @@ def trio(desk):
 
 
 def finish_update(desk, plan, *nodes):
-    for node in nodes:
-        desk.say(f"{node}#1", m.SyncReady(sync_id=plan.sync_id))
-    sent = desk.say("learner#1", m.SyncReady(sync_id=plan.sync_id))
-    assert {to for to, _ in of(m.SyncGo, sent)} == {"learner#1", *(f"{node}#1" for node in nodes)}
+    asked, sent = {}, []
+    for identity in (*(f"{node}#1" for node in nodes), "learner#1"):
+        assert of(m.SyncGo, sent) == []
+        sent = desk.say(identity, m.SyncReady(sync_id=plan.sync_id))
+        asked[identity] = desk.seq
+    goes = {to: re for (to, message), re in zip(sent, desk.answers_to, strict=True) if isinstance(message, m.SyncGo)}
+    assert goes == asked, "a go is the answer to each one's ready, so that it comes again when it is lost"
     for node in nodes:
         desk.say(f"{node}#1", m.SyncDone(sync_id=plan.sync_id, receive_s=0, pause_s=0))
     return of(m.SyncResult, desk.say("learner#1", m.SyncSent(sync_id=plan.sync_id, num_bytes=1, send_s=0)))
@@ -404,11 +408,25 @@ def test_a_node_that_restarts_within_an_update_ends_the_round(trio):
     assert {to for to, _ in aborted} == {"learner#1", "a#1"}
 
 
-def test_a_ready_that_is_said_twice_gets_its_go_twice(trio):
+@pytest.mark.parametrize("who", ["learner", "a"])
+def test_a_ready_that_is_said_twice_gets_its_go_twice(trio, who):
     plan = begin_update(trio, "a", "b")
     for node in ("a", "b", "learner"):
         trio.say(f"{node}#1", m.SyncReady(sync_id=plan.sync_id))
-    assert [to for to, _ in of(m.SyncGo, trio.say("learner#1", m.SyncReady(sync_id=plan.sync_id)))] == ["learner#1"]
+    assert [to for to, _ in of(m.SyncGo, trio.say(f"{who}#1", m.SyncReady(sync_id=plan.sync_id)))] == [f"{who}#1"]
+
+
+def test_a_node_that_is_not_ready_is_sent_its_plan_again_for_it_may_be_lost(trio):
+    plan = begin_update(trio, "a", "b")
+    trio.say("a#1", m.SyncReady(sync_id=plan.sync_id))
+    updates, again_s = trio.coordinator.updates, trio.coordinator.config.node_timeout_s
+    began = updates.round.started_at
+    for later_s, expected in ((0.9, []), (1, ["b#1"]), (1.5, []), (2, ["b#1"])):
+        updates.expire(began + later_s * again_s)
+        outbox, trio.coordinator._outbox = trio.coordinator._outbox, []
+        assert [to.decode() for to, message, _, _ in outbox if message == plan] == expected
+        assert len(outbox) == len(expected)
+    assert len(finish_update(trio, plan, "a", "b")) == 1
 
 
 def test_answers_to_an_update_that_is_over_change_nothing(trio):

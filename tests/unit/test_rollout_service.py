@@ -79,10 +79,8 @@ async def test_an_engine_that_is_found_dead_during_an_update_ends_the_node(tmp_p
     )
     run = RunConfig(id="r", dir=tmp_path, model=tmp_path)
     node = RolloutNode(run, RolloutConfig(engine="fake"), Engine(), channel, WaitTable())
-    go = asyncio.get_running_loop().create_future()
-    go.set_result(None)
     plan = PLAN.model_copy(update={"members": [m.SyncMember(node_id="a", first_rank=1, num_workers=1)]})
-    await node._take_weights(plan, go)
+    await node._take_weights(plan)
     assert isinstance(channel.failed.exception(), EngineDied)
     assert "sync_failed" not in told, "a dead engine's node leaves; it doesn't serve on with old weights"
 
@@ -175,3 +173,86 @@ async def test_a_lease_that_is_given_up_is_open_until_the_coordinator_has_the_sa
     assert told == ["sample_result"] + (["lease_cancelled"] if not is_over else [])
     hello = channel.hello_fields()
     assert (hello["settled_tokens"], hello["open_leases"], channel.beat_fields()["lease_ids"]) == (3, [], [])
+
+
+class Pushes:
+    """A channel that has been sent these messages."""
+
+    node_id, capacity = "a", 1
+
+    def __init__(self, *messages, answer=None):
+        self.pushes, self.told, self.answer = asyncio.Queue(), [], answer or m.Ack()
+        for message in (*messages, m.Shutdown(reason="that is all")):
+            self.pushes.put_nowait(SimpleNamespace(message=message))
+
+    async def request(self, message, arrays=None):
+        self.told.append(message)
+        return SimpleNamespace(message=self.answer)
+
+
+async def test_a_lease_that_comes_twice_is_worked_on_once(tmp_path):
+    """Else its first end would be taken for that of both, and what the second one generates be counted twice."""
+    begun = []
+
+    class Engine(IdleEngine):
+        async def generate(self, prompt, sample_indices, sampling, seed):
+            begun.append(prompt)
+            ids = np.ones(1, np.int32)
+            yield Completion(0, ids, ids, np.zeros(1, np.float32), "x", "stop", [m.Segment(version=0, num_tokens=1)])
+
+    sampling = m.Sampling(max_tokens=1, temperature=1.0)
+    lease = m.GenerateLease(
+        lease_id="l", group_id=1, task_id="t", prompt="p", sample_indices=[0], sampling=sampling, seed=0, timeout_s=9.0
+    )
+    channel = Pushes(lease, lease)
+    run = RunConfig(id="r", dir=tmp_path, model=tmp_path)
+    node = RolloutNode(run, RolloutConfig(engine="fake"), Engine(), channel, WaitTable())
+    await node._serve_pushes()
+    await asyncio.wait(node._leases.values())
+    assert begun == ["p"]
+    assert [message.kind for message in channel.told] == ["sample_result"]
+
+
+async def test_a_plan_that_comes_twice_or_late_and_an_abort_of_another_one_change_nothing(tmp_path):
+    formed, left = [], []
+
+    class Engine(IdleEngine):
+        async def form_groups(self, plan, member):
+            formed.append(plan.sync_id)
+            await asyncio.sleep(0.05)
+
+        async def leave_groups(self):
+            left.append(True)
+
+        async def update_weights(self, plan):
+            return 0.0
+
+    plan = PLAN.model_copy(update={"sync_id": 7, "members": [m.SyncMember(node_id="a", first_rank=1, num_workers=1)]})
+    older = plan.model_copy(update={"sync_id": 6})
+    channel = Pushes(plan, plan, older, m.SyncAborted(sync_id=6, reason="late"))
+    run = RunConfig(id="r", dir=tmp_path, model=tmp_path)
+    node = RolloutNode(run, RolloutConfig(engine="fake"), Engine(), channel, WaitTable())
+    await node._serve_pushes()
+    await node._sync
+    assert (formed, left) == ([7], [])
+    assert [message.kind for message in channel.told] == ["sync_ready", "sync_done"]
+
+
+async def test_who_hears_of_an_abort_only_as_the_answer_to_its_ready_leaves_the_groups(tmp_path):
+    left = []
+
+    class Engine(IdleEngine):
+        async def form_groups(self, plan, member):
+            pass
+
+        async def leave_groups(self):
+            left.append(True)
+
+    plan = PLAN.model_copy(update={"members": [m.SyncMember(node_id="a", first_rank=1, num_workers=1)]})
+    channel = Pushes(plan, answer=m.SyncAborted(sync_id=1, reason="it is over"))
+    run = RunConfig(id="r", dir=tmp_path, model=tmp_path)
+    node = RolloutNode(run, RolloutConfig(engine="fake"), Engine(), channel, WaitTable())
+    await node._serve_pushes()
+    await node._sync
+    assert left == [True]
+    assert [message.kind for message in channel.told] == ["sync_ready"]
