@@ -126,13 +126,16 @@ class NodeDesk:
 
     def _learner_joined(self, *, again: bool) -> None:
         """``again``: it was here before this coordinator, or lost us for a while."""
-        self._updates.new_learner()
+        self._updates.new_learner(again=again)
         if not (again and self._incarnation >= 0):
             self._incarnation += 1
             self._pool.keep_meta("incarnation", str(self._incarnation))
 
     def on_heartbeat(self, node: Node, beat: m.Heartbeat, received: Received) -> None:
-        """It is alive, and says what it holds."""
+        """It is alive, and says what it holds; one that a later word of its has overtaken says nothing any more."""
+        if received.seq < node.told_seq:
+            return
+        node.told_seq = received.seq
         lost = self._members.beat(node, beat, time.monotonic())
         if not beat.lease_ids and not node.lease_ids:
             self._counts.idle(node)

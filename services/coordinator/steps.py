@@ -54,10 +54,14 @@ class StepDesk:
         self.first_rewards = [metrics.get("reward/mean", 0.0) for _, _, metrics in first]
         self.recent = deque(recent, maxlen=RECENT_STEPS)  # (step, seconds since the epoch, metrics)
         self._waiting: tuple[bytes, int, int] | None = None  # a learner's identity, its request, the step
+        self._heard: tuple[bytes, int] = (b"", 0)  # a learner's identity, its last request for a batch or commit
         self._replays: set[asyncio.Task[None]] = set()
 
     def on_batch_request(self, node: Node, message: m.BatchRequest, received: Received) -> None:
-        """Answered when there is something: see ``answer``."""
+        """Answered when there is something: see ``answer``. One that is late, for its learner has gone on, would be taken for a replay."""
+        if node.identity == self._heard[0] and received.seq < self._heard[1]:
+            return
+        self._heard = (node.identity, received.seq)
         self._waiting = (node.identity, received.seq, message.step)
 
     def answer(self, tag: VersionTag) -> None:
@@ -107,6 +111,7 @@ class StepDesk:
 
     def on_commit(self, node: Node, message: m.StepCommitted, received: Received) -> None:
         """The learner has done a step: its groups are trained, its version is the run's."""
+        self._heard = (node.identity, received.seq)
         fixed = [group for group in self._pool.groups.values() if group.step == message.step]
         metrics = (batch_metrics(fixed, self._pool.version) if fixed else {}) | message.metrics
         batch = self._pool.commit(message.step, metrics)
