@@ -120,13 +120,15 @@ class NodeDesk:
         self._leases.claim(node, hello.open_leases)
         self._record_nodes()
         if hello.role == "learner":
-            self._learner_joined(again=hello.run_uid != "")
+            self._learner_joined(node, again=hello.run_uid != "")
         self._on_progress()
         log.info("node_joined", node=node.node_id, role=node.role, host=node.host, holds=str(node.holds))
 
-    def _learner_joined(self, *, again: bool) -> None:
+    def _learner_joined(self, node: Node, *, again: bool) -> None:
         """``again``: it was here before this coordinator, or lost us for a while."""
         self._updates.new_learner(again=again)
+        if again:
+            self._steps.learner_back(node)
         if not (again and self._incarnation >= 0):
             self._incarnation += 1
             self._pool.keep_meta("incarnation", str(self._incarnation))

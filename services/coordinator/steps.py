@@ -62,6 +62,7 @@ class StepDesk:
         if node.identity == self._heard[0] and received.seq < self._heard[1]:
             return
         self._heard = (node.identity, received.seq)
+        self.handed_out = None  # who asks is at no step
         self._waiting = (node.identity, received.seq, message.step)
 
     def answer(self, tag: VersionTag) -> None:
@@ -126,6 +127,10 @@ class StepDesk:
                 self.first_rewards.append(metrics.get("reward/mean", 0.0))
             log.info("step", step=message.step, **{key: round(value, 4) for key, value in metrics.items()})
         self._reply(node.identity, m.Ack(accepted=bool(batch)), received.seq)
+
+    def learner_back(self, node: Node) -> None:
+        """It lost us, or this coordinator's earlier life, for a while, and goes on with what it had: maybe a step. Else it asks again at once."""
+        self.handed_out = HandedOut(self._pool.version + 1, node.node_id, time.monotonic())
 
     def node_left(self, node: Node) -> None:
         """A learner that is gone waits for nothing, and what it had is handed out again."""

@@ -487,6 +487,15 @@ def test_a_request_for_a_batch_that_is_late_is_not_taken_for_a_replay(desk):
     assert desk.coordinator.steps.handed_out is None
 
 
+def test_a_learner_that_comes_back_may_be_at_a_step_until_it_asks_for_one(desk):
+    """It was silent for a while, or the coordinator has restarted: a step that takes long must not be taken for a standstill."""
+    back = m.Hello(role="learner", node_id="learner", host="h", pid=1, run_uid=desk.journal.run_uid)
+    desk.say("learner#1", back)
+    assert desk.coordinator.steps.handed_out.step == 1
+    desk.say("learner#1", m.BatchRequest(step=1))
+    assert desk.coordinator.steps.handed_out is None
+
+
 def test_answers_to_an_update_that_is_over_change_nothing(trio):
     plan = begin_update(trio, "a", "b")
     trio.say("a#1", m.SyncFailed(sync_id=plan.sync_id, error="boom"))
