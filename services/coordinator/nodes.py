@@ -67,7 +67,7 @@ class NodeDesk:
             log.warning("node_refused", node=hello.node_id, role=hello.role, reason=reason)
             return self._reply(identity, m.Refused(reason=reason), re)
         if self._members.by_identity(identity) is None:  # else it says so twice: our answer was late
-            self._join(identity, hello)
+            self._join(identity, re, hello)
         welcome = m.Welcome(
             run_uid=self._run_uid,
             tag=self.tag,
@@ -108,13 +108,14 @@ class NodeDesk:
                 return node
         return None
 
-    def _join(self, identity: bytes, hello: m.Hello) -> None:
+    def _join(self, identity: bytes, re: int, hello: m.Hello) -> None:
         replaced = [hello.node_id]
         if hello.role == "learner":
             replaced += [node.node_id for node in self._members.of_role("learner")]
         for node_id in replaced:
             self.drop(node_id, "replaced by a new process", died=True)
         node = self._members.join(hello, identity, time.monotonic())
+        node.told_seq = re
         self._answers.join(identity, is_here=lambda other: self._members.by_identity(other) is not None)
         self._counts.join(node, hello)
         self._leases.claim(node, hello.open_leases)

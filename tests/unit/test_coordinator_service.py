@@ -472,6 +472,14 @@ def test_a_heartbeat_that_a_later_word_has_overtaken_changes_nothing(trio):
         assert (node.holds, node.capacity) == (V1, 0)
 
 
+def test_a_heartbeat_of_before_a_nodes_hello_changes_nothing(desk):
+    desk.seq = 7
+    desk.join("rollout", "a")
+    desk.seq = 5
+    assert desk.say("a#1", m.Heartbeat(capacity=0)) == []
+    assert desk.coordinator.members.nodes["a"].capacity == 2
+
+
 def test_a_request_for_a_batch_that_is_late_is_not_taken_for_a_replay(desk):
     """Its samples may be gone, and the learner waits for those of another step."""
     desk.join("learner", "learner")
