@@ -67,7 +67,7 @@ class NodeDesk:
             log.warning("node_refused", node=hello.node_id, role=hello.role, reason=reason)
             return self._reply(identity, m.Refused(reason=reason), re)
         if self._members.by_identity(identity) is None:  # else it says so twice: our answer was late
-            self._join(identity, hello)
+            self._join(identity, re, hello)
         welcome = m.Welcome(
             run_uid=self._run_uid,
             tag=self.tag,
@@ -108,31 +108,37 @@ class NodeDesk:
                 return node
         return None
 
-    def _join(self, identity: bytes, hello: m.Hello) -> None:
+    def _join(self, identity: bytes, re: int, hello: m.Hello) -> None:
         replaced = [hello.node_id]
         if hello.role == "learner":
             replaced += [node.node_id for node in self._members.of_role("learner")]
         for node_id in replaced:
             self.drop(node_id, "replaced by a new process", died=True)
         node = self._members.join(hello, identity, time.monotonic())
+        node.told_seq = re
         self._answers.join(identity, is_here=lambda other: self._members.by_identity(other) is not None)
         self._counts.join(node, hello)
         self._leases.claim(node, hello.open_leases)
         self._record_nodes()
         if hello.role == "learner":
-            self._learner_joined(again=hello.run_uid != "")
+            self._learner_joined(node, again=hello.run_uid != "")
         self._on_progress()
         log.info("node_joined", node=node.node_id, role=node.role, host=node.host, holds=str(node.holds))
 
-    def _learner_joined(self, *, again: bool) -> None:
+    def _learner_joined(self, node: Node, *, again: bool) -> None:
         """``again``: it was here before this coordinator, or lost us for a while."""
-        self._updates.new_learner()
+        self._updates.new_learner(again=again)
+        if again:
+            self._steps.learner_back(node)
         if not (again and self._incarnation >= 0):
             self._incarnation += 1
             self._pool.keep_meta("incarnation", str(self._incarnation))
 
     def on_heartbeat(self, node: Node, beat: m.Heartbeat, received: Received) -> None:
-        """It is alive, and says what it holds."""
+        """It is alive, and says what it holds; one that a later word of its has overtaken says nothing any more."""
+        if received.seq < node.told_seq:
+            return
+        node.told_seq = received.seq
         lost = self._members.beat(node, beat, time.monotonic())
         if not beat.lease_ids and not node.lease_ids:
             self._counts.idle(node)

@@ -54,10 +54,15 @@ class StepDesk:
         self.first_rewards = [metrics.get("reward/mean", 0.0) for _, _, metrics in first]
         self.recent = deque(recent, maxlen=RECENT_STEPS)  # (step, seconds since the epoch, metrics)
         self._waiting: tuple[bytes, int, int] | None = None  # a learner's identity, its request, the step
+        self._heard: tuple[bytes, int] = (b"", 0)  # a learner's identity, its last request for a batch or commit
         self._replays: set[asyncio.Task[None]] = set()
 
     def on_batch_request(self, node: Node, message: m.BatchRequest, received: Received) -> None:
-        """Answered when there is something: see ``answer``."""
+        """Answered when there is something: see ``answer``. One that is late, for its learner has gone on, would be taken for a replay."""
+        if node.identity == self._heard[0] and received.seq < self._heard[1]:
+            return
+        self._heard = (node.identity, received.seq)
+        self.handed_out = None  # who asks is at no step
         self._waiting = (node.identity, received.seq, message.step)
 
     def answer(self, tag: VersionTag) -> None:
@@ -107,6 +112,7 @@ class StepDesk:
 
     def on_commit(self, node: Node, message: m.StepCommitted, received: Received) -> None:
         """The learner has done a step: its groups are trained, its version is the run's."""
+        self._heard = (node.identity, received.seq)
         fixed = [group for group in self._pool.groups.values() if group.step == message.step]
         metrics = (batch_metrics(fixed, self._pool.version) if fixed else {}) | message.metrics
         batch = self._pool.commit(message.step, metrics)
@@ -121,6 +127,10 @@ class StepDesk:
                 self.first_rewards.append(metrics.get("reward/mean", 0.0))
             log.info("step", step=message.step, **{key: round(value, 4) for key, value in metrics.items()})
         self._reply(node.identity, m.Ack(accepted=bool(batch)), received.seq)
+
+    def learner_back(self, node: Node) -> None:
+        """It lost us, or this coordinator's earlier life, for a while, and goes on with what it had: maybe a step. Else it asks again at once."""
+        self.handed_out = HandedOut(self._pool.version + 1, node.node_id, time.monotonic())
 
     def node_left(self, node: Node) -> None:
         """A learner that is gone waits for nothing, and what it had is handed out again."""

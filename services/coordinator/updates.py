@@ -39,7 +39,7 @@ def unreachable(stores: list[str], learner: Node, receivers: list[Node]) -> str:
 
 
 class WeightUpdates:
-    """See the module. A plan that a node may not have got is sent again after ``again_s``. ``boot`` counts the coordinator's starts:
+    """See the module. What nobody answers is sent again after ``again_s``: a plan to who isn't ready, the end of a round to the learner. ``boot`` counts the coordinator's starts:
     round ids never repeat, for nodes outlive this process."""
 
     def __init__(
@@ -57,6 +57,9 @@ class WeightUpdates:
         self._sync_ids = itertools.count(boot * 1_000_000 + 1)
         self._round: SyncRound | None = None
         self._standing = StandingGroup()
+        # What the learner may not have heard, and when it was last told: the end of a round that it may sit in for as long as its limit.
+        self._untold: m.SyncAborted | None = None
+        self._told_at = 0.0
         self.finished: deque[dict[str, float]] = deque(maxlen=200)  # the last ones
         self.num_finished = 0
 
@@ -65,8 +68,11 @@ class WeightUpdates:
         """The update that is under way."""
         return self._round
 
-    def new_learner(self) -> None:
-        """Another process sends from now on: no group that stands is its."""
+    def new_learner(self, *, again: bool) -> None:
+        """No group that stands is the sender's any more: it is another process, or (``again``) was taken for dead, and may be in a round of
+        before."""
+        if not again:
+            self._untold = None
         self._standing.break_up()
         for rollout in self._members.of_role("rollout"):
             rollout.num_failed_updates = 0
@@ -86,7 +92,9 @@ class WeightUpdates:
             self._round.deadline += stall_s
 
     def expire(self, now: float) -> None:
-        """Remind the nodes that may not have the plan; end a round that is past its deadline."""
+        """Remind those who may not have heard of a plan or of the end of a round; end a round that is past its deadline."""
+        if self._untold is not None and now - self._told_at >= self._again_s:
+            self._tell_learner(self._untold, now)
         if (round_ := self._round) is None:
             return
         if now <= round_.deadline:
@@ -103,6 +111,7 @@ class WeightUpdates:
         """The learner wants to publish: plan a round."""
         if self._round is not None:
             self.abort("the learner began another update")
+        self._untold = None  # it is in no round
         receivers = [
             n
             for n in self._members.of_role("rollout")
@@ -137,6 +146,7 @@ class WeightUpdates:
             return
         round_.done[node.node_id] = message.pause_s
         node.holds, node.fenced_reason = round_.tag, ""
+        node.told_seq = max(node.told_seq, received.seq)  # a heartbeat of before says what it held before
         self._reply(node.identity, m.Ack(), received.seq)
         self._advance()
 
@@ -147,6 +157,7 @@ class WeightUpdates:
         self._reply(node.identity, m.Ack(), received.seq)
         if node.role == "learner":
             self.abort(f"the learner failed: {message.error}")
+            self._untold = None
         else:
             self.fail_member(round_, node.node_id, message.error)
 
@@ -161,6 +172,8 @@ class WeightUpdates:
     def _round_of(self, sync_id: int, node: Node, received: Received) -> SyncRound | None:
         if self._round is not None and self._round.sync_id == sync_id:
             return self._round
+        if node.role == "learner":
+            self._untold = None
         self._reply(node.identity, m.SyncAborted(sync_id=sync_id, reason="that weight update is over"), received.seq)
         return None
 
@@ -214,9 +227,17 @@ class WeightUpdates:
         for node_id in round_.members:
             if node := self._members.nodes.get(node_id):
                 self._reply(node.identity, message)
+        if waiting := round_.learner_sent_seq or (0 if round_.went else round_.learner_ready_seq):
+            for learner in self._members.of_role("learner"):
+                self._reply(learner.identity, message, waiting)
+        else:
+            self._untold = message
+            self._tell_learner(message, time.monotonic())
+
+    def _tell_learner(self, aborted: m.SyncAborted, now: float) -> None:
+        self._told_at = now
         for learner in self._members.of_role("learner"):
-            waiting = round_.learner_sent_seq or (0 if round_.went else round_.learner_ready_seq)
-            self._reply(learner.identity, message, waiting)
+            self._reply(learner.identity, aborted)
 
     def wanted(self, version: int) -> bool:
         """Some live engine has no valid weights and hasn't just failed to take them."""

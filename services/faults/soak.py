@@ -112,7 +112,9 @@ class Soak:
             time.sleep(0.05)
 
     def _stop(self, run: Run, roles: dict[str, Role]) -> None:
-        run.wait_for_nodes(*(name for name in roles if name != "coordinator"))
+        # The processes of now: one that has just been killed may still count as in, and its successor would find the run over.
+        living = {(name, role.pid) for name, role in roles.items() if name != "coordinator"}
+        run.wait_until(lambda status: living <= {(node["node_id"], node["pid"]) for node in status["nodes"]})
         stop = run.stop()
         run.assert_all_exit(stop, *roles.values(), timeout_s=60)
 

@@ -62,6 +62,7 @@ class Link:
         self.run_stopped = ""  # the reason, once the coordinator has ended the run
         self._stop_timeout_s = stop_timeout_s
         self._plan: m.SyncPlan | None = None  # of the last update
+        self._aborted: m.SyncAborted | None = None  # the last one that was
         self._work: asyncio.Task[Received] | None = None  # the open question for a batch
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="link", daemon=True)
@@ -98,6 +99,7 @@ class Link:
                 self._stop.set()
             elif isinstance(message, m.SyncAborted):
                 log.warning("sync_aborted", reason=message.reason)
+                self._aborted = message
                 await self._call_off(message)
 
     async def _watch_failure(self) -> None:
@@ -122,6 +124,12 @@ class Link:
             )
         except RuntimeError as error:  # a rank of ours is gone, and the world ends
             log.warning("sync_abort_failed", error=str(error))
+
+    async def _begin(self, plan: m.SyncPlan) -> None:
+        """Take part in an update. That it is off may have come before this, for pushes and answers are taken in by different tasks."""
+        self._plan = plan
+        if self._aborted is not None:
+            await self._call_off(self._aborted)
 
     def stop_on_signals(self) -> None:
         """SIGINT and SIGTERM end the loop after the step at hand; a second one ends the process. Main thread only."""
@@ -183,7 +191,7 @@ class Link:
         """
         answer = self._call(self._ask(message, what, timeout_s, limit_key)).message
         if isinstance(answer, m.SyncPlan):
-            self._plan = answer
+            self._call(self._begin(answer))
         return answer
 
     async def _ask(self, message: m.Message, what: str, timeout_s: float, limit_key: str) -> Received:

@@ -264,7 +264,11 @@ class Learner:
     def _finish(self) -> None:
         export_dir = self._export("export")
         self._last_checkpoint()
-        self._ask(m.LearnerDone(export_dir=str(export_dir)), "the end of the run")
+        try:
+            self._ask(m.LearnerDone(export_dir=str(export_dir)), "the end of the run")
+        except (PeerError, WaitTimeout):
+            if not self._was_told("run_stopped"):  # that says as much as the answer, which was lost
+                raise
 
     # ---- talking ----
 

@@ -107,7 +107,8 @@ class RolloutNode:
                         self._sync_id = message.sync_id
                         self._sync = asyncio.create_task(self._take_weights(message))
                 case m.SyncAborted():
-                    if message.sync_id == self._sync_id:
+                    if message.sync_id >= self._sync_id:  # it may have overtaken its plan, which then begins nothing
+                        self._sync_id = message.sync_id
                         await self._cancel_sync()
                         await self._leave_groups(message)
                 case m.Shutdown():

@@ -429,6 +429,81 @@ def test_a_node_that_is_not_ready_is_sent_its_plan_again_for_it_may_be_lost(trio
     assert len(finish_update(trio, plan, "a", "b")) == 1
 
 
+def test_the_end_of_a_round_is_told_to_the_learner_until_it_says_something(trio):
+    """It may sit in a broadcast that nothing else ends before its limit."""
+    updates, again_s = trio.coordinator.updates, trio.coordinator.config.node_timeout_s
+
+    def told_at(now):
+        updates.expire(now)
+        outbox, trio.coordinator._outbox = trio.coordinator._outbox, []
+        return [(to.decode(), message.sync_id) for to, message, _, _ in outbox if isinstance(message, m.SyncAborted)]
+
+    plan = begin_update(trio, "a", "b")
+    trio.say("b#1", m.SyncFailed(sync_id=plan.sync_id, error="boom"))
+    ended = updates._told_at
+    assert told_at(ended + 0.9 * again_s) == []
+    assert told_at(ended + again_s) == [("learner#1", plan.sync_id)]
+    assert told_at(ended + 1.5 * again_s) == []
+    trio.say("learner#1", m.SyncReady(sync_id=plan.sync_id))  # answered: it is over
+    assert told_at(ended + 9 * again_s) == []
+
+    plan = begin_update(trio, "a", "b")
+    trio.coordinator.nodes.drop("learner", "was silent", died=True)
+    trio.coordinator._outbox.clear()
+    trio.say("learner#1", m.Hello(role="learner", node_id="learner", host="h", pid=1, run_uid=trio.journal.run_uid))
+    assert told_at(updates._told_at + again_s) == [("learner#1", plan.sync_id)]
+    begin_update(trio, "a", "b")
+    assert told_at(updates._told_at + again_s) == []
+
+
+def test_a_heartbeat_that_a_later_word_has_overtaken_changes_nothing(trio):
+    plan = begin_update(trio, "a", "b")
+    beat = m.Heartbeat(capacity=2, holds=m.VersionTag(version=0))
+    trio.seq += 1  # the heartbeat's, which is late
+    late = trio.seq
+    finish_update(trio, plan, "a", "b")
+    node = trio.coordinator.members.nodes["a"]
+    for newest in (trio.seq, trio.seq + 1):
+        trio.seq = late - 1
+        assert trio.say("a#1", beat) == []
+        assert node.holds == V1
+        trio.seq = newest
+        trio.say("a#1", beat.model_copy(update={"capacity": 0, "holds": V1}))
+        assert (node.holds, node.capacity) == (V1, 0)
+
+
+def test_a_heartbeat_of_before_a_nodes_hello_changes_nothing(desk):
+    desk.seq = 7
+    desk.join("rollout", "a")
+    desk.seq = 5
+    assert desk.say("a#1", m.Heartbeat(capacity=0)) == []
+    assert desk.coordinator.members.nodes["a"].capacity == 2
+
+
+def test_a_request_for_a_batch_that_is_late_is_not_taken_for_a_replay(desk):
+    """Its samples may be gone, and the learner waits for those of another step."""
+    desk.join("learner", "learner")
+    desk.coordinator.pool.version = 1
+    late = desk.seq
+    desk.seq += 1
+    desk.say("learner#1", m.StepCommitted(step=1, metrics={}))
+    desk.say("learner#1", m.BatchRequest(step=2))
+    waiting = desk.coordinator.steps._waiting
+    desk.seq = late
+    assert desk.say("learner#1", m.BatchRequest(step=1)) == []
+    assert desk.coordinator.steps._waiting == waiting
+    assert desk.coordinator.steps.handed_out is None
+
+
+def test_a_learner_that_comes_back_may_be_at_a_step_until_it_asks_for_one(desk):
+    """It was silent for a while, or the coordinator has restarted: a step that takes long must not be taken for a standstill."""
+    back = m.Hello(role="learner", node_id="learner", host="h", pid=1, run_uid=desk.journal.run_uid)
+    desk.say("learner#1", back)
+    assert desk.coordinator.steps.handed_out.step == 1
+    desk.say("learner#1", m.BatchRequest(step=1))
+    assert desk.coordinator.steps.handed_out is None
+
+
 def test_answers_to_an_update_that_is_over_change_nothing(trio):
     plan = begin_update(trio, "a", "b")
     trio.say("a#1", m.SyncFailed(sync_id=plan.sync_id, error="boom"))

@@ -256,3 +256,16 @@ async def test_who_hears_of_an_abort_only_as_the_answer_to_its_ready_leaves_the_
     await node._sync
     assert left == [True]
     assert [message.kind for message in channel.told] == ["sync_ready"]
+
+
+async def test_a_plan_that_the_end_of_its_round_has_overtaken_begins_nothing(tmp_path):
+    class Engine(IdleEngine):
+        async def leave_groups(self):
+            pass
+
+    plan = PLAN.model_copy(update={"members": [m.SyncMember(node_id="a", first_rank=1, num_workers=1)]})
+    channel = Pushes(m.SyncAborted(sync_id=1, reason="b died"), plan)
+    run = RunConfig(id="r", dir=tmp_path, model=tmp_path)
+    node = RolloutNode(run, RolloutConfig(engine="fake"), Engine(), channel, WaitTable())
+    await node._serve_pushes()
+    assert node._sync is None
