@@ -62,9 +62,9 @@ def main() -> int:
     except ConfigError as error:
         link.send_bytes(json.dumps({"error": str(error)}).encode())
         return error.exit_code
-    link.send_bytes(json.dumps({"isolation": judge.isolation}).encode())
     suites: RecentlyUsed[TestSuite] = RecentlyUsed()
     try:
+        link.send_bytes(json.dumps({"isolation": judge.isolation}).encode())
         while True:
             answers: list[bytes] = []
             flushed_s = time.monotonic()
