@@ -183,10 +183,8 @@ class Load:
         elif kind == "resync":  # the update itself is measured elsewhere
             self._beat()
             peer.say(BatchRequest(step=self.version + 1))
-        else:
-            now = time.perf_counter()
-            done = [seq for seq in (header["re"], *body.get("also", ())) if seq in peer.sent_at]
-            self.ack_s.extend(now - peer.sent_at.pop(seq) for seq in done)
+        elif header["re"] in peer.sent_at:
+            self.ack_s.append(time.perf_counter() - peer.sent_at.pop(header["re"]))
 
     def _send_sample(self, peer: Peer, lease: dict[str, Any], index: int) -> None:
         peer.seq += 1

@@ -30,7 +30,6 @@ from common.recorder import RECORDER
 from common.waits import Overdue, Wait, WaitTable
 from protocol.codec import MAX_ARRAY_BYTES, Array, ForeignPeer, Received, decode, encode
 from protocol.messages import (
-    Ack,
     Goodbye,
     Heartbeat,
     HeartbeatAck,
@@ -272,11 +271,9 @@ class NodeChannel:
                 if (received := _decode_or_drop([frame.buffer for frame in frames])) is None:
                     continue
                 message = received.message
-                if isinstance(message, Ack):
-                    for seq in (received.re, *message.also):
-                        self._settle(seq, received)
-                elif received.re in self._pending:
-                    self._settle(received.re, received)
+                if received.re and (pending := self._pending.get(received.re)):
+                    if not pending.future.done():
+                        pending.future.set_result(received)
                 elif isinstance(message, HeartbeatAck) and not message.known:
                     self._tasks.append(asyncio.create_task(self._rejoin(), name="rejoin"))
                 elif isinstance(message, ReportRequest):
@@ -290,11 +287,6 @@ class NodeChannel:
                     self.pushes.put_nowait(received)
         except (PeerError, ProtocolError) as error:
             self._fail(error)
-
-    def _settle(self, seq: int, answer: Received) -> None:
-        """Request ``seq`` is answered; nobody may wait for it any more."""
-        if (pending := self._pending.get(seq)) is not None and not pending.future.done():
-            pending.future.set_result(answer)
 
     async def _rejoin(self) -> None:
         """The coordinator does not know us: it restarted. Join again and send every open request again."""

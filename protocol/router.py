@@ -11,7 +11,7 @@ import asyncio
 import ctypes
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import structlog
@@ -21,7 +21,7 @@ import zmq.asyncio
 from common.errors import ConfigError, ProtocolError
 from common.net import outgoing_ports
 from protocol.codec import MAX_ARRAY_BYTES, Array, ForeignPeer, Received, decode, encode
-from protocol.messages import Ack, Message, Refused
+from protocol.messages import Message, Refused
 from protocol.security import Keys
 
 log = structlog.get_logger()
@@ -153,8 +153,8 @@ class CoordinatorSocket:
             self._look_again()
 
     def send_all(self, messages: Iterable[Outgoing]) -> None:
-        """``send`` each; acknowledgements that a peer would get one after the other go as one."""
-        for identity, message, re, arrays in _together(messages):
+        """``send`` each."""
+        for identity, message, re, arrays in messages:
             self._send(identity, message, re, arrays)
         self._look_again()
 
@@ -185,25 +185,3 @@ class CoordinatorSocket:
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()
-
-
-def _together(messages: Iterable[Outgoing]) -> Iterator[Outgoing]:
-    """``messages`` in each peer's order, with one ``Ack`` for all requests of a peer that are acknowledged without another message between.
-
-    A wake-up takes in many results of a node, and a message costs far more than a number in it.
-    """
-    waiting: dict[bytes, tuple[Ack, list[int]]] = {}
-    for identity, message, re, arrays in messages:
-        if type(message) is Ack and re and message.accepted and not message.reason:
-            waiting.setdefault(identity, (message, []))[1].append(re)
-            continue
-        if identity in waiting:
-            yield _acknowledge(identity, *waiting.pop(identity))
-        yield identity, message, re, arrays
-    for identity, (ack, requests) in waiting.items():
-        yield _acknowledge(identity, ack, requests)
-
-
-def _acknowledge(identity: bytes, ack: Ack, requests: list[int]) -> Outgoing:
-    first, *others = requests
-    return identity, ack.model_copy(update={"also": others}) if others else ack, first, None

@@ -109,16 +109,12 @@ class Goodbye(Message):
 
 
 class Ack(Message):
-    """The request is done, and durable where it had to be. ``accepted`` False: it was late or double, and was dropped.
-
-    ``also``: other requests (their ``seq``) of the same process that are answered by this message, too.
-    """
+    """The request is done, and durable where it had to be. ``accepted`` False: it was late or double, and was dropped."""
 
     kind: ClassVar[str] = "ack"
 
     accepted: bool = True
     reason: str = ""
-    also: list[int] = []
 
 
 class Shutdown(Message):

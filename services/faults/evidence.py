@@ -162,12 +162,8 @@ def answered(seen: Iterable[Seen]) -> Iterator[tuple[Received, Received]]:
         try:
             if item.direction == "up" and item.seq:
                 requests[item.identity, item.seq] = decode(item.frames)
-            elif item.re:
-                answer = decode(item.frames)
-                also = answer.message.also if isinstance(answer.message, Ack) else []
-                for seq in (item.re, *also):
-                    if (request := requests.get((item.identity, seq))) is not None:
-                        yield request, answer
+            elif item.re and (request := requests.get((item.identity, item.re))) is not None:
+                yield request, decode(item.frames)
         except ProtocolError:
             continue
 

@@ -18,7 +18,7 @@ from common.waits import WaitTable
 from protocol import messages as m
 from protocol.channel import NodeChannel
 from protocol.codec import decode, encode, peek, seal
-from protocol.router import CoordinatorSocket, _together
+from protocol.router import CoordinatorSocket
 from services.faults.processes import free_port
 
 TAG = m.VersionTag(version=0)
@@ -31,7 +31,6 @@ class Coordinator:
         self.socket = CoordinatorSocket(address, "r")
         self.mute = mute
         self.hellos, self.commits, self.known, self.refusal = [], [], set(), ""
-        self.unanswered = []  # requests, as what acknowledges them
         self.task = asyncio.create_task(self.serve())
 
     async def serve(self):
@@ -54,9 +53,7 @@ class Coordinator:
                 self.socket.send(identity, ack, re=received.seq)
             case m.StepCommitted() as commit if identity in self.known:
                 self.commits.append(commit.step)
-                if self.mute:
-                    self.unanswered.append((identity, m.Ack(), received.seq, None))
-                else:
+                if not self.mute:
                     self.socket.send(identity, m.Ack(), re=received.seq)
 
     async def close(self):
@@ -92,33 +89,6 @@ async def test_a_request_gets_its_answer(address):
         assert {type(answer.message) for answer in answers} == {m.Ack}
         assert sorted(coordinator.commits) == list(range(20))
     await coordinator.close()
-
-
-async def test_acknowledgements_that_go_together_are_one_message_that_answers_each_request(address):
-    coordinator = Coordinator(address)
-    async with node_at(address) as node:
-        await node.start(join_timeout_s=20)
-        coordinator.mute = True
-        requests = asyncio.gather(*(node.request(commit(step)) for step in range(5)))
-        await until(lambda: len(set(coordinator.commits)) == 5)
-        sent = list(coordinator.unanswered)  # more may come: a request is sent again when its answer is late
-        coordinator.socket.send_all(sent)
-        answers = await requests
-        assert all(answer is answers[0] for answer in answers)
-        message = answers[0].message
-        assert isinstance(message, m.Ack)
-        assert [answers[0].re, *message.also] == [seq for _, _, seq, _ in sent]
-    await coordinator.close()
-
-
-def test_only_plain_acknowledgements_go_together_and_a_peers_messages_keep_their_order():
-    lease, late = m.CancelLease(lease_id="a", reason="r"), m.Ack(accepted=False, reason="late")
-    sent = [("n", m.Ack(), 1), ("o", m.Ack(), 7), ("n", m.Ack(), 2), ("n", lease, 0), ("n", m.Ack(), 3), ("n", late, 4), ("n", m.Ack(), 5)]  # fmt: skip
-    together = list(_together((name.encode(), message, re, None) for name, message, re in sent))
-    of = {name: [(message, re) for identity, message, re, _ in together if identity == name] for name in (b"n", b"o")}
-    assert of[b"n"] == [(m.Ack(also=[2]), 1), (lease, 0), (m.Ack(), 3), (late, 4), (m.Ack(), 5)]
-    assert of[b"o"] == [(m.Ack(), 7)]
-    assert len(together) == 6
 
 
 async def test_what_the_coordinator_sends_unasked_comes_as_a_push(address):

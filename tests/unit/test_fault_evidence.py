@@ -79,16 +79,6 @@ def test_an_acknowledged_sample_that_is_gone_is_lost(book):
     assert "lost: the acknowledged sample 1/0" in verdict.problems
 
 
-def test_an_acknowledgement_of_several_requests_counts_for_each(book):
-    acks = [item for item in book.seen if item.kind == "ack" and item.identity == b"gen#1"]
-    book.seen = [item for item in book.seen if item not in acks]
-    requests = [item.re for item in acks]
-    book._note("down", "gen", m.Ack(also=requests[1:]), 0, requests[0], None)
-    for sample_id, name in ((0, "0/0"), (4096, "1/0"), (8193, "2/1")):
-        verdict = book.tampered(f"DELETE FROM samples WHERE sample_id = {sample_id}")
-        assert f"lost: the acknowledged sample {name}" in verdict.problems
-
-
 def test_an_acknowledged_verdict_that_is_gone_is_lost(book):
     verdict = book.tampered("DELETE FROM results WHERE sample_id = 4097")
     assert verdict.problems == ["lost: the acknowledged verdict on sample 1/1"]

@@ -34,7 +34,7 @@ EXAMPLES = [
     m.Heartbeat(capacity=4, lease_ids=["a-1"], holds=TAG, waits=[m.WaitInfo(what="w", on="o", age_s=1.0)]),
     m.HeartbeatAck(known=False, lost_lease_ids=["a-1"]),
     m.Goodbye(reason="drained"),
-    m.Ack(accepted=False, reason="duplicate", also=[4]),
+    m.Ack(accepted=False, reason="duplicate"),
     m.Shutdown(reason="done"),
     m.GenerateLease(
         lease_id="a-1",
