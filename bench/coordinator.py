@@ -365,6 +365,13 @@ def main() -> None:
     )
     parser.add_argument("--port", type=int, default=5790)
     args = parser.parse_args()
+    if (
+        args.against
+        and f"PROTOCOL_VERSION = {PROTOCOL_VERSION}\n" not in (args.against / "protocol/messages/base.py").read_text()
+    ):
+        parser.error(
+            f"--against: {args.against} speaks another protocol version; run its own bench.coordinator, in turn with this one."
+        )
     os.sched_setaffinity(0, {1 % (os.cpu_count() or 1)})
     print(
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; coordinator on core 0, load on core 1\n"

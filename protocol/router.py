@@ -192,18 +192,18 @@ def _together(messages: Iterable[Outgoing]) -> Iterator[Outgoing]:
 
     A wake-up takes in many results of a node, and a message costs far more than a number in it.
     """
-    done: dict[bytes, list[int]] = {}
+    waiting: dict[bytes, tuple[Ack, list[int]]] = {}
     for identity, message, re, arrays in messages:
         if type(message) is Ack and re and message.accepted and not message.reason:
-            done.setdefault(identity, []).append(re)
+            waiting.setdefault(identity, (message, []))[1].append(re)
             continue
-        if identity in done:
-            yield _acknowledge(identity, done.pop(identity))
+        if identity in waiting:
+            yield _acknowledge(identity, *waiting.pop(identity))
         yield identity, message, re, arrays
-    for identity, requests in done.items():
-        yield _acknowledge(identity, requests)
+    for identity, (ack, requests) in waiting.items():
+        yield _acknowledge(identity, ack, requests)
 
 
-def _acknowledge(identity: bytes, requests: list[int]) -> Outgoing:
+def _acknowledge(identity: bytes, ack: Ack, requests: list[int]) -> Outgoing:
     first, *others = requests
-    return identity, Ack(also=others), first, None
+    return identity, ack.model_copy(update={"also": others}) if others else ack, first, None

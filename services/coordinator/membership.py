@@ -37,6 +37,7 @@ class Node:
     capacity: int
     joined_at: float
     seen_at: float
+    has_beaten: bool = False  # since it joined
     told_seq: int = 0  # of its last word on what it holds: hello, a heartbeat, or that it has new weights
     num_workers: int = 0
     holds: VersionTag | None = None

@@ -62,10 +62,13 @@ class NodeDesk:
         return VersionTag(version=self._pool.version, incarnation=max(0, self._incarnation))
 
     def on_hello(self, identity: bytes, re: int, hello: m.Hello) -> None:
-        """Let it in, or say why not."""
+        """Let it in, or say why not. No answer: it asks again."""
+        if self._may_follow_a_ghost(identity, hello):
+            return
         if reason := self._refusal(identity, hello):
             log.warning("node_refused", node=hello.node_id, role=hello.role, reason=reason)
-            return self._reply(identity, m.Refused(reason=reason), re)
+            self._reply(identity, m.Refused(reason=reason), re)
+            return
         if self._members.by_identity(identity) is None:  # else it says so twice: our answer was late
             self._join(identity, re, hello)
         welcome = m.Welcome(
@@ -75,6 +78,12 @@ class NodeDesk:
             node_timeout_s=self._config.node_timeout_s,
         )
         self._reply(identity, welcome, re)
+
+    def _may_follow_a_ghost(self, identity: bytes, hello: m.Hello) -> bool:
+        """Whether the process that took this one's place may be dead: its hello, which had waited on the way, is all that was heard of it. It
+        beats at once if it lives; else it is dropped as silent, and this one is let in."""
+        other = self._other_holder(identity, hello) if hello.run_uid == self._run_uid else None
+        return other is not None and not other.has_beaten
 
     def _refusal(self, identity: bytes, hello: m.Hello) -> str:
         if hello.role not in ("rollout", "reward", "learner"):
@@ -138,7 +147,7 @@ class NodeDesk:
         """It is alive, and says what it holds; one that a later word of its has overtaken says nothing any more."""
         if received.seq < node.told_seq:
             return
-        node.told_seq = received.seq
+        node.told_seq, node.has_beaten = received.seq, True
         lost = self._members.beat(node, beat, time.monotonic())
         if not beat.lease_ids and not node.lease_ids:
             self._counts.idle(node)

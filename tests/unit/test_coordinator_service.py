@@ -183,10 +183,25 @@ def test_a_process_whose_place_another_took_does_not_take_it_back(desk, role, se
     hello = m.Hello(role=role, node_id="a", host="h", pid=1, run_uid=desk.journal.run_uid)
     assert of(m.Welcome, desk.say("a#1", hello))
     assert of(m.Welcome, desk.join(role, second, life=2))
+    assert desk.say("a#1", hello) == [], "not before it is known that the other lives"
+    desk.say(f"{second}#2", m.Heartbeat(capacity=2))
     [(to, refused)] = of(m.Refused, desk.say("a#1", hello))
     assert to == "a#1"
     assert f"Process 2 on h has joined as {second!r} meanwhile" in refused.reason
     assert [node.process for node in desk.coordinator.members.nodes.values()] == [f"{second}#2"]
+
+
+def test_a_process_whose_place_went_to_one_that_is_dead_takes_it_back(desk):
+    """The other's hello had waited for this coordinator longer than the other has lived."""
+    hello = m.Hello(role="reward", node_id="a", host="h", pid=2, run_uid=desk.journal.run_uid)
+    desk.join("reward", "a", life=2)
+    desk.say("a#2", m.Heartbeat(capacity=2))
+    desk.join("reward", "a", life=1)
+    assert desk.say("a#2", hello) == []
+    desk.coordinator.nodes.expire(desk.coordinator.members.nodes["a"].seen_at + 99)
+    desk.coordinator._outbox.clear()
+    assert of(m.Welcome, desk.say("a#2", hello))
+    assert [node.process for node in desk.coordinator.members.nodes.values()] == ["a#2"]
 
 
 def test_what_an_idle_node_generated_and_never_sent_is_written_off(desk):
