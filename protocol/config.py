@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from protocol.security import Keys
 
 
+MAX_SOCKET_PATH = 107  # bytes: ``sun_path`` of unix(7), without its last one
 WILDCARDS = ("0.0.0.0", "*", "[::]", "::")  # all addresses of a machine: fit to listen on, and not to connect to
 
 
@@ -24,7 +26,13 @@ def check_address(value: str) -> str:
     """
     host, _, port = value.removeprefix("tcp://").rpartition(":")
     is_tcp = value.startswith("tcp://") and host != "" and port.isdecimal() and 0 < int(port) < 65536
-    if is_tcp or (value.startswith("ipc://") and value != "ipc://"):
+    if is_tcp:
+        return value
+    if value.startswith("ipc://") and value != "ipc://":
+        if (size := len(os.fsencode(value.removeprefix("ipc://")))) > MAX_SOCKET_PATH:
+            raise ValueError(
+                f"has a path of {size} bytes, and a unix socket's has {MAX_SOCKET_PATH} at most: choose a shorter one"
+            )
         return value
     raise ValueError("must be tcp://HOST:PORT (ports are 1 to 65535) or ipc://PATH")
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,14 @@ settings.load_profile("forebay")
 # A shell that starts a job in the background has it ignore SIGINT, and all its descendants with it. Tests send SIGINT to theirs.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def socket_folder() -> Iterator[Path]:
+    """A folder for unix sockets, whose paths have 107 bytes at most; ``tmp_path`` is as long as TMPDIR makes it."""
+    with tempfile.TemporaryDirectory(prefix="forebay-", dir="/tmp") as folder:
+        yield Path(folder)
+
 
 HEAVY = {
     "test_bench_learner", "test_bench_staleness", "test_learner_objectives", "test_megatron_checkpoint", "test_megatron_context",

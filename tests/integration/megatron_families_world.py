@@ -80,7 +80,7 @@ def join(store: dist.Store, layout: int) -> None:
 
 def main() -> None:
     layouts, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    store = meet(timeout_s=60)
+    store = meet(timeout_s=600)
     seen = {}
     for i, layout in enumerate(layouts):
         join(store, i)

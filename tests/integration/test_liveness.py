@@ -105,7 +105,8 @@ def world_of(run, *, num_ranks):
 
 
 def test_the_ranks_of_a_learner_survive_a_batch_that_takes_longer_than_their_limit(tmp_path):
-    with Run(tmp_path, {"learner.wait_timeout_s": 12, "coordinator.max_steps": 1}, proxied=True) as run:
+    changes = {"learner.wait_timeout_s": 12, "coordinator.max_steps": 1, "coordinator.no_progress_timeout_s": 1000}
+    with Run(tmp_path, changes, proxied=True) as run:
         batch = run.proxy.add("hold", "batch", count=None)
         roles = [run.start("coordinator"), run.start("reward"), run.start("rollout"), world_of(run, num_ranks=2)]
         batch.wait()
@@ -117,7 +118,12 @@ def test_the_ranks_of_a_learner_survive_a_batch_that_takes_longer_than_their_lim
 
 
 def test_a_rank_that_stands_still_within_a_step_ends_its_world_with_the_wait_and_what_it_was_at(tmp_path):
-    changes = {"learner.wait_timeout_s": 15, "learner.fake_step_s": 2, "coordinator.max_steps": 1000}
+    changes = {
+        "learner.wait_timeout_s": 15,
+        "learner.fake_step_s": 2,
+        "coordinator.max_steps": 1000,
+        "coordinator.no_progress_timeout_s": 1000,  # the ranks are interpreters, which take their time to start
+    }
     with Run(tmp_path, changes) as run:
         roles = [run.start("coordinator"), run.start("reward"), run.start("rollout")]
         learner = world_of(run, num_ranks=2)

@@ -200,7 +200,7 @@ def test_in_every_layout_gradients_are_those_of_the_unshared_batch(tmp_path: Pat
     one, _ = step(model, {}, share="off")
     out.mkdir()
     layouts = json.dumps(list(LAYOUTS.values()))
-    done = run_world("packing_world.py", model, out, layouts, num_ranks=2, timeout_s=240)
+    done = run_world("packing_world.py", model, out, layouts, num_ranks=2, timeout_s=500)
     assert done.returncode == 0, done.stderr[-4000:]
     for rank in range(2):
         results = json.loads((out / f"rank{rank}.json").read_text())

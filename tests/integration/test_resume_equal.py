@@ -29,6 +29,9 @@ BASE = {
     "coordinator.max_staleness": 0,
     "coordinator.bypass_window": 0,
     "rollout.fake.num_tokens": 12,
+    # For what never comes: whoever was cut is an interpreter that starts anew, and the others wait for it.
+    "coordinator.no_progress_timeout_s": 600,
+    "run.join_timeout_s": 120,
 }
 MEGATRON = {
     "run.model": str(ROOT / "deploy/quickstart/model"),

@@ -57,7 +57,7 @@ class Sender:
         from transformers import LlamaForCausalLM
 
         self.model = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-        self.store, self.address = weights.serve_store("127.0.0.1", timeout_s=60)
+        self.store, self.address = weights.serve_store("127.0.0.1", timeout_s=300)
         self.group = None
         self.num_syncs = 0
         self.num_groups = 0
@@ -73,7 +73,7 @@ class Sender:
             members=[member],
             world_size=2,
             group_key=f"group-{self.num_groups}",
-            timeout_s=60,
+            timeout_s=300,
         )
 
     async def join(self, engine, plan):
@@ -82,7 +82,7 @@ class Sender:
             store = weights.group_store(self.store, plan.group_key)
             cpu = torch.device("cpu")
             self.group = await asyncio.to_thread(
-                lambda: weights.BroadcastGroup(store, rank=0, world_size=2, device=cpu, timeout_s=60)
+                lambda: weights.BroadcastGroup(store, rank=0, world_size=2, device=cpu, timeout_s=300)
             )
         await joining
 

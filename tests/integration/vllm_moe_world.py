@@ -30,7 +30,7 @@ class MoeSender(Sender):
 
     def __init__(self, model_dir: Path) -> None:
         self.model = Qwen3MoeForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-        self.store, self.address = weights.serve_store("127.0.0.1", timeout_s=60)
+        self.store, self.address = weights.serve_store("127.0.0.1", timeout_s=300)
         self.group, self.num_syncs, self.num_groups = None, 0, 0
 
     def send(self) -> int:

@@ -26,12 +26,14 @@ def a_process(folder: Path, *, mounts: list[str], groups: list[str]) -> Path:
 
 
 def version_2(folder: Path, *, controllers: str, shared: str = "") -> tuple[Path, Path]:
-    group = folder / "v2" / "node.service"
+    root = folder / "a folder"  # mountinfo writes a blank as a number
+    group = root / "node.service"
     group.mkdir(parents=True)
     (group / "cgroup.controllers").write_text(controllers)
     (group / "cgroup.subtree_control").write_text(shared)
     (group / "cgroup.procs").write_text("41\n42\n")
-    mounts = [f"30 25 0:26 / {folder / 'v2'} rw,nosuid - cgroup2 cgroup2 rw"]
+    where = str(root).replace("\\", "\\134").replace(" ", "\\040")
+    mounts = [f"30 25 0:26 / {where} rw,nosuid - cgroup2 cgroup2 rw"]
     return a_process(folder, mounts=mounts, groups=["0::/node.service"]), group
 
 

@@ -72,8 +72,8 @@ async def node_at(address, run_id="r"):
 
 
 @pytest.fixture
-def address(tmp_path):
-    return f"ipc://{tmp_path}/c"
+def address(socket_folder):
+    return f"ipc://{socket_folder}/c"
 
 
 def commit(step):

@@ -25,6 +25,7 @@ def _logs_as_before():
         (["up", FAKE, "--set", "run.dir=/proc/none"], "--set run.dir=DIR"),
         (["status", "--address", "localhost"], "--address localhost must be tcp://HOST:PORT"),
         (["waits", "--address", "tcp://h:99999"], "ports are 1 to 65535"),
+        (["status", "--address", "ipc://" + "x" * 108], "has a path of 108 bytes, and a unix socket's has 107 at most"),
         (["stop", "--address", "tcp://h:1", "--set", "run.seed=1"], "--set changes a config"),
         (["stop", "--config", FAKE, "--key-file", "k"], "--key-file goes with --address"),
         (["check", FAKE, "--set", "run.address=tcp://h:0"], "run.address: must be tcp://HOST:PORT"),

@@ -60,8 +60,10 @@ with zmq.Context() as context, context.socket(zmq.ROUTER) as router, context.soc
     return int(done.stdout, 16)
 
 
-def test_no_peer_can_abort_a_coordinator_by_the_name_that_it_declares_or_by_what_it_sends_instead_of_zmtp(tmp_path):
-    path = tmp_path / "c"
+def test_no_peer_can_abort_a_coordinator_by_the_name_that_it_declares_or_by_what_it_sends_instead_of_zmtp(
+    socket_folder,
+):
+    path = socket_folder / "c"
     address = f"ipc://{path}"
     server = subprocess.Popen(
         [sys.executable, "-c", SERVER, address], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,6 +26,11 @@ def ranks(script: str, place: Place | None = None) -> int:
     return launch.launch(["sh", "-c", script], place or Place(2))
 
 
+def here(folder: Path) -> str:
+    """``folder`` as a shell reads it: TMPDIR may have blanks."""
+    return shlex.quote(str(folder))
+
+
 def start(script: str) -> subprocess.Popen[bytes]:
     """A launcher of two ranks, as a process of its own; returns when both have made their file."""
     command = [sys.executable, "-m", "services.learner.launch", "--ranks", "2", "--", "sh", "-c", script]
@@ -36,7 +42,7 @@ def test_the_examples_of_the_exit_code_hold() -> None:
 
 
 def test_a_rank_finds_its_place_and_rank_0_the_socket_of_its_store(tmp_path: Path) -> None:
-    script = f"echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR > {tmp_path}/$RANK; echo $MASTER_PORT > {tmp_path}/port$RANK"
+    script = f"echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR > {here(tmp_path)}/$RANK; echo $MASTER_PORT > {here(tmp_path)}/port$RANK"
     assert ranks(f"{script}; test $RANK = 1 || test -S /proc/self/fd/$FOREBAY_STORE_FD") == 0
     assert [(tmp_path / name).read_text() for name in "01"] == ["0 0 2 2 127.0.0.1\n", "1 1 2 2 127.0.0.1\n"]
     assert (tmp_path / "port0").read_text() == (tmp_path / "port1").read_text()
@@ -59,7 +65,7 @@ def test_the_world_ends_with_the_code_of_the_rank_that_failed_and_not_of_those_t
 def test_a_rank_that_does_not_end_after_another_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(launch, "FAILED_GRACE_S", 0.2)
     monkeypatch.setattr(launch, "DONE_GRACE_S", 0.2)
-    script = f"echo $$ > {tmp_path}/$RANK; mv {tmp_path}/$RANK {tmp_path}/pid$RANK; test $RANK = 1 && kill -STOP $$; until test -e {tmp_path}/pid1; do sleep 0.05; done"
+    script = f"echo $$ > {here(tmp_path)}/$RANK; mv {here(tmp_path)}/$RANK {here(tmp_path)}/pid$RANK; test $RANK = 1 && kill -STOP $$; until test -e {here(tmp_path)}/pid1; do sleep 0.05; done"
     for code in (5, 1, 0):
         assert ranks(f"{script}; exit {code}") == (code or 1), "the world is not well, whatever the other rank says"
         assert not Path(f"/proc/{(tmp_path / 'pid1').read_text().strip()}").exists()
@@ -67,8 +73,8 @@ def test_a_rank_that_does_not_end_after_another_is_killed(monkeypatch: pytest.Mo
 
 
 def test_a_stop_goes_to_the_ranks_and_the_world_ends_with_rank_0s_answer(tmp_path: Path) -> None:
-    orderly = f'trap "exit 143" TERM; test $RANK = 1 && trap "" TERM; touch {tmp_path}/$RANK; '
-    orderly += f"until test -e {tmp_path}/over; do sleep 0.05; done; exit 0"
+    orderly = f'trap "exit 143" TERM; test $RANK = 1 && trap "" TERM; touch {here(tmp_path)}/$RANK; '
+    orderly += f"until test -e {here(tmp_path)}/over; do sleep 0.05; done; exit 0"
     launcher = start(orderly)
     block_until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
     launcher.send_signal(signal.SIGTERM)
@@ -80,7 +86,7 @@ def test_a_stop_goes_to_the_ranks_and_the_world_ends_with_rank_0s_answer(tmp_pat
 
 def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     launcher = start(
-        f"trap '' TERM INT; echo $$ > {tmp_path}/$RANK; mv {tmp_path}/$RANK {tmp_path}/pid$RANK; sleep 600 & wait"
+        f"trap '' TERM INT; echo $$ > {here(tmp_path)}/$RANK; mv {here(tmp_path)}/$RANK {here(tmp_path)}/pid$RANK; sleep 600 & wait"
     )
     pids = [tmp_path / "pid0", tmp_path / "pid1"]
     block_until(lambda: all(path.exists() for path in pids))

@@ -106,10 +106,10 @@ class Stop:
 
 
 @contextlib.asynccontextmanager
-async def started(tmp_path, **config):
-    coordinator = Coordinator(f"ipc://{tmp_path}/c")
-    channel = NodeChannel(f"ipc://{tmp_path}/c", "r", role="reward", node_id="n", waits=WaitTable())
-    run = RunConfig(id="r", dir=tmp_path, model=tmp_path)
+async def started(socket_folder, **config):
+    coordinator = Coordinator(f"ipc://{socket_folder}/c")
+    channel = NodeChannel(f"ipc://{socket_folder}/c", "r", role="reward", node_id="n", waits=WaitTable())
+    run = RunConfig(id="r", dir=socket_folder, model=socket_folder)
     node = RewardNode(run, RewardConfig(workers=2, **config), Pool(), channel, channel.waits)
     stop = Stop()
     await channel.start(join_timeout_s=20)
@@ -125,8 +125,8 @@ async def started(tmp_path, **config):
         coordinator.socket.close()
 
 
-async def test_leases_of_one_suite_make_one_request_and_all_get_a_verdict(tmp_path):
-    async with started(tmp_path) as (coordinator, node, _, _):
+async def test_leases_of_one_suite_make_one_request_and_all_get_a_verdict(socket_folder):
+    async with started(socket_folder) as (coordinator, node, _, _):
         for number in range(8):
             await coordinator.lease(f"l{number}")
         await until(lambda: len(coordinator.results) == 8)
@@ -138,8 +138,8 @@ async def test_leases_of_one_suite_make_one_request_and_all_get_a_verdict(tmp_pa
         assert coordinator.beats[-1].counters["cache_hits"] == 3
 
 
-async def test_what_can_not_be_judged_is_an_infra_error_and_its_neighbours_are_judged(tmp_path):
-    async with started(tmp_path) as (coordinator, _, _, _):
+async def test_what_can_not_be_judged_is_an_infra_error_and_its_neighbours_are_judged(socket_folder):
+    async with started(socket_folder) as (coordinator, _, _, _):
         lying = SUITES[1].content_hash
         coordinator.suites[lying] = SUITES[2].to_json()
         await coordinator.lease("unknown", suite_hash="beef")
@@ -160,8 +160,8 @@ async def test_what_can_not_be_judged_is_an_infra_error_and_its_neighbours_are_j
         assert coordinator.results["again"] == RIGHT, "a failure is not kept"
 
 
-async def test_a_node_that_is_told_to_stop_takes_nothing_new_and_finishes_what_it_has(tmp_path):
-    async with started(tmp_path, drain_timeout_s=20) as (coordinator, node, stop, serving):
+async def test_a_node_that_is_told_to_stop_takes_nothing_new_and_finishes_what_it_has(socket_folder):
+    async with started(socket_folder, drain_timeout_s=20) as (coordinator, node, stop, serving):
         await coordinator.lease("l0", completion="slow")
         await until(lambda: node.pool.jobs)
         stop.event.set()
@@ -172,8 +172,8 @@ async def test_a_node_that_is_told_to_stop_takes_nothing_new_and_finishes_what_i
         assert coordinator.results == {"l0": RIGHT}
 
 
-async def test_what_is_not_finished_in_time_is_left_to_others_without_a_verdict(tmp_path):
-    async with started(tmp_path, drain_timeout_s=0.1) as (coordinator, node, stop, serving):
+async def test_what_is_not_finished_in_time_is_left_to_others_without_a_verdict(socket_folder):
+    async with started(socket_folder, drain_timeout_s=0.1) as (coordinator, node, stop, serving):
         await coordinator.lease("l0", completion="slow")
         await until(lambda: node.pool.jobs)
         stop.event.set()
@@ -183,8 +183,8 @@ async def test_what_is_not_finished_in_time_is_left_to_others_without_a_verdict(
         node.pool.jobs[0][2].set_result(RIGHT)
 
 
-async def test_a_judgement_that_is_not_wanted_any_more_is_given_back_if_no_judge_has_it(tmp_path):
-    async with started(tmp_path) as (coordinator, node, _, _):
+async def test_a_judgement_that_is_not_wanted_any_more_is_given_back_if_no_judge_has_it(socket_folder):
+    async with started(socket_folder) as (coordinator, node, _, _):
         await coordinator.lease("waiting", completion="slow")
         await coordinator.lease("begun", completion="slow")
         await until(lambda: len(node.pool.jobs) == 2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,8 +146,13 @@ def _mount(proc: Path, kind: str, controller: str) -> Path | None:
             before, _, after = line.partition(" - ")
             words = after.split()
             if words[0] == kind and (not controller or controller in words[2].split(",")):
-                return Path(before.split()[4])
+                return Path(_unescaped(before.split()[4]))
     return None
+
+
+def _unescaped(word: str) -> str:
+    """A path of mountinfo, in which blanks and backslashes are octal numbers (proc(5))."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), word)
 
 
 def _own_group(proc: Path, controller: str) -> str | None:
