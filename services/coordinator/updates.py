@@ -39,8 +39,8 @@ def unreachable(stores: list[str], learner: Node, receivers: list[Node]) -> str:
 
 
 class WeightUpdates:
-    """See the module. What nobody answers is sent again after ``again_s``: a plan to who isn't ready, the end of a round to the learner. ``boot`` counts the coordinator's starts:
-    round ids never repeat, for nodes outlive this process."""
+    """See the module. What nobody answers is sent again after ``again_s``: a plan to a node that isn't ready, the end of a round to the
+    learner. ``boot`` counts the coordinator's starts: round ids never repeat, for nodes outlive this process."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """What the coordinator does after its own restart, its own standstill, and the deaths of nodes: message by message."""
 
 import pytest
-from test_coordinator_service import BROKEN, RIGHT, Desk, of
+from coordinator_desk import BROKEN, RIGHT, Desk, of
 
 from protocol import messages as m
 

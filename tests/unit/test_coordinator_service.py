@@ -4,86 +4,18 @@ import re
 
 import numpy as np
 import pytest
+from coordinator_desk import BROKEN, RIGHT, SUITE, Desk, of
 
 from protocol import messages as m
-from protocol.codec import Received
-from protocol.config import RunConfig
-from protocol.suites import AssertSuite, hash_of, parse_suite
-from protocol.tasks import Task
+from protocol.suites import hash_of, parse_suite
 from protocol.verdicts import JudgeResult, Verdict
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.journal import Journal
-from services.coordinator.service import Coordinator
-
-BROKEN = JudgeResult(verdict=Verdict.INFRA_ERROR, message="no disk")
-RIGHT = JudgeResult(verdict=Verdict.ACCEPTED, reward=1.0, cpu_s=0.5)
-SUITE = AssertSuite(kind="asserts", entry_point="f", code="assert f(1) == 1")
-V1 = m.VersionTag(version=1)
-
-
-class Desk:
-    """A coordinator and what it said to whom."""
-
-    def __init__(self, tmp_path, **changes):
-        run = RunConfig(id="r", dir=tmp_path, model=tmp_path, routing_replay=changes.pop("routing_replay", False))
-        values = {"tasks": "t", "group_size": 2, "groups_per_step": 1, "max_steps": 9, "max_staleness": 1}
-        tasks = [Task(task_id=str(i), prompt="p", tests=SUITE) for i in range(5)]
-        self.journal = Journal(tmp_path / "j.sqlite", run_id="r")
-        self.coordinator = Coordinator(
-            run, CoordinatorConfig(**values | changes), tasks, socket=None, journal=self.journal
-        )
-        self.seq = 0
-
-    def join(self, role, name, life=1, capacity=2, host="h"):
-        hello = m.Hello(role=role, node_id=name, host=host, pid=life, capacity=capacity, holds=m.VersionTag(version=0))
-        return self.say(f"{name}#{life}", hello if role == "rollout" else hello.model_copy(update={"holds": None}))
-
-    def say(self, identity, message, **arrays):
-        """What the coordinator sends because of ``message``: [(identity, message)]."""
-        self.seq += 1
-        self.coordinator._handle(identity.encode(), Received(message, "r", self.seq, 0, arrays))
-        self.coordinator._give_out()
-        outbox, self.coordinator._outbox = self.coordinator._outbox, []
-        self.arrays = [arrays for _, _, _, arrays in outbox]
-        self.answers_to = [re for _, _, re, _ in outbox]
-        return [(to.decode(), message) for to, message, _, _ in outbox]
-
-    def score(self, identity, lease, result):
-        fields = {name: getattr(lease, name) for name in ("lease_id", "group_id", "sample_index")}
-        return self.say(identity, m.ScoreResult(**fields, result=result))
-
-    def samples_of(self, group_id):
-        return self.coordinator.pool.groups[group_id].samples
-
-    def sample(self, identity, lease, index, **changes):
-        result = m.SampleResult(
-            lease_id=lease.lease_id,
-            group_id=lease.group_id,
-            sample_index=index,
-            text=changes.pop("text", f"text {index}"),
-            finish_reason="stop",
-            segments=changes.pop("segments", [m.Segment(version=0, num_tokens=3)]),
-        )
-        arrays = {
-            "prompt_ids": np.zeros(2, np.int32),
-            "completion_ids": np.zeros(3, np.int32),
-            "logprobs": np.zeros(3, np.float32),
-        }
-        return self.say(identity, result, **arrays | changes)
 
 
 @pytest.fixture
 def desk(tmp_path):
     desk = Desk(tmp_path)
     yield desk
-    desk.coordinator.pool.ledger.check(
-        buffered=desk.coordinator.pool.buffered_tokens, live_groups=len(desk.coordinator.pool.groups)
-    )
-    desk.journal.close()
-
-
-def of(kind, sent):
-    return [(to, message) for to, message in sent if isinstance(message, kind)]
+    desk.close()
 
 
 def test_a_sample_that_one_reward_node_failed_on_waits_for_another_that_is_busy(desk):
@@ -350,143 +282,6 @@ def test_a_coordinator_that_starts_again_copies_what_was_judged_before(twins, tm
     twins.journal = again.journal
 
 
-# ---- weight updates ----
-
-
-def begin_update(desk, *nodes, only_fenced=False):
-    request = m.SyncRequest(tag=V1, stores=["h:1"], only_fenced=only_fenced)
-    plans = of(m.SyncPlan, desk.say("learner#1", request))
-    assert {to for to, _ in plans} == {"learner#1", *(f"{node}#1" for node in nodes)}
-    return plans[0][1]
-
-
-@pytest.fixture
-def trio(desk):
-    desk.join("learner", "learner")
-    for node in ("a", "b"):
-        desk.join("rollout", node)
-    return desk
-
-
-def finish_update(desk, plan, *nodes):
-    asked, sent = {}, []
-    for identity in (*(f"{node}#1" for node in nodes), "learner#1"):
-        assert of(m.SyncGo, sent) == []
-        sent = desk.say(identity, m.SyncReady(sync_id=plan.sync_id))
-        asked[identity] = desk.seq
-    goes = {to: re for (to, message), re in zip(sent, desk.answers_to, strict=True) if isinstance(message, m.SyncGo)}
-    assert goes == asked, "a go is the answer to each one's ready, so that it comes again when it is lost"
-    for node in nodes:
-        desk.say(f"{node}#1", m.SyncDone(sync_id=plan.sync_id, receive_s=0, pause_s=0))
-    return of(m.SyncResult, desk.say("learner#1", m.SyncSent(sync_id=plan.sync_id, num_bytes=1, send_s=0)))
-
-
-def test_members_keep_their_groups_from_one_update_to_the_next(trio):
-    first = begin_update(trio, "a", "b")
-    assert len(finish_update(trio, first, "a", "b")) == 1
-    second = begin_update(trio, "a", "b")
-    assert second.sync_id != first.sync_id
-    assert second.group_key == first.group_key
-
-
-def test_a_group_key_is_never_used_again_after_a_failure(trio):
-    keys = [begin_update(trio, "a", "b")]
-    trio.say("learner#1", m.SyncFailed(sync_id=keys[0].sync_id, error="boom"))
-    keys.append(begin_update(trio, "a", "b"))
-    trio.say("a#1", m.SyncFailed(sync_id=keys[1].sync_id, error="boom"))
-    keys.append(begin_update(trio, "a", "b"))
-    trio.join("learner", "learner", life=2)
-    trio.join("learner", "learner", life=1)
-    keys.append(begin_update(trio, "a", "b"))
-    assert len({plan.group_key for plan in keys}) == 4
-
-
-def test_a_failure_before_all_is_sent_ends_the_waits_of_learner_and_nodes(trio):
-    plan = begin_update(trio, "a", "b")
-    aborted = of(m.SyncAborted, trio.say("b#1", m.SyncFailed(sync_id=plan.sync_id, error="boom")))
-    assert {to for to, _ in aborted} == {"learner#1", "a#1", "b#1"}
-    assert all("b: boom" in message.reason for _, message in aborted)
-
-
-def test_a_node_that_fails_twice_is_left_out_of_this_publication_and_asked_again_for_the_next(trio):
-    for _ in range(2):
-        plan = begin_update(trio, "a", "b")
-        trio.say("b#1", m.SyncFailed(sync_id=plan.sync_id, error="boom"))
-    [(_, result)] = finish_update(trio, begin_update(trio, "a"), "a")
-    assert result.acked == ["a"]
-    begin_update(trio, "a", "b")
-
-
-def test_a_node_that_restarts_within_an_update_ends_the_round(trio):
-    begin_update(trio, "a", "b")
-    aborted = of(m.SyncAborted, trio.join("rollout", "b", life=2))
-    assert {to for to, _ in aborted} == {"learner#1", "a#1"}
-
-
-@pytest.mark.parametrize("who", ["learner", "a"])
-def test_a_ready_that_is_said_twice_gets_its_go_twice(trio, who):
-    plan = begin_update(trio, "a", "b")
-    for node in ("a", "b", "learner"):
-        trio.say(f"{node}#1", m.SyncReady(sync_id=plan.sync_id))
-    assert [to for to, _ in of(m.SyncGo, trio.say(f"{who}#1", m.SyncReady(sync_id=plan.sync_id)))] == [f"{who}#1"]
-
-
-def test_a_node_that_is_not_ready_is_sent_its_plan_again_for_it_may_be_lost(trio):
-    plan = begin_update(trio, "a", "b")
-    trio.say("a#1", m.SyncReady(sync_id=plan.sync_id))
-    updates, again_s = trio.coordinator.updates, trio.coordinator.config.node_timeout_s
-    began = updates.round.started_at
-    for later_s, expected in ((0.9, []), (1, ["b#1"]), (1.5, []), (2, ["b#1"])):
-        updates.expire(began + later_s * again_s)
-        outbox, trio.coordinator._outbox = trio.coordinator._outbox, []
-        assert [to.decode() for to, message, _, _ in outbox if message == plan] == expected
-        assert len(outbox) == len(expected)
-    assert len(finish_update(trio, plan, "a", "b")) == 1
-
-
-def test_the_end_of_a_round_is_told_to_the_learner_until_it_says_something(trio):
-    """It may sit in a broadcast that nothing else ends before its limit."""
-    updates, again_s = trio.coordinator.updates, trio.coordinator.config.node_timeout_s
-
-    def told_at(now):
-        updates.expire(now)
-        outbox, trio.coordinator._outbox = trio.coordinator._outbox, []
-        return [(to.decode(), message.sync_id) for to, message, _, _ in outbox if isinstance(message, m.SyncAborted)]
-
-    plan = begin_update(trio, "a", "b")
-    trio.say("b#1", m.SyncFailed(sync_id=plan.sync_id, error="boom"))
-    ended = updates._told_at
-    assert told_at(ended + 0.9 * again_s) == []
-    assert told_at(ended + again_s) == [("learner#1", plan.sync_id)]
-    assert told_at(ended + 1.5 * again_s) == []
-    trio.say("learner#1", m.SyncReady(sync_id=plan.sync_id))  # answered: it is over
-    assert told_at(ended + 9 * again_s) == []
-
-    plan = begin_update(trio, "a", "b")
-    trio.coordinator.nodes.drop("learner", "was silent", died=True)
-    trio.coordinator._outbox.clear()
-    trio.say("learner#1", m.Hello(role="learner", node_id="learner", host="h", pid=1, run_uid=trio.journal.run_uid))
-    assert told_at(updates._told_at + again_s) == [("learner#1", plan.sync_id)]
-    begin_update(trio, "a", "b")
-    assert told_at(updates._told_at + again_s) == []
-
-
-def test_a_heartbeat_that_a_later_word_has_overtaken_changes_nothing(trio):
-    plan = begin_update(trio, "a", "b")
-    beat = m.Heartbeat(capacity=2, holds=m.VersionTag(version=0))
-    trio.seq += 1  # the heartbeat's, which is late
-    late = trio.seq
-    finish_update(trio, plan, "a", "b")
-    node = trio.coordinator.members.nodes["a"]
-    for newest in (trio.seq, trio.seq + 1):
-        trio.seq = late - 1
-        assert trio.say("a#1", beat) == []
-        assert node.holds == V1
-        trio.seq = newest
-        trio.say("a#1", beat.model_copy(update={"capacity": 0, "holds": V1}))
-        assert (node.holds, node.capacity) == (V1, 0)
-
-
 def test_a_heartbeat_of_before_a_nodes_hello_changes_nothing(desk):
     desk.seq = 7
     desk.join("rollout", "a")
@@ -519,41 +314,6 @@ def test_a_learner_that_comes_back_may_be_at_a_step_until_it_asks_for_one(desk):
     assert desk.coordinator.steps.handed_out is None
 
 
-def test_answers_to_an_update_that_is_over_change_nothing(trio):
-    plan = begin_update(trio, "a", "b")
-    trio.say("a#1", m.SyncFailed(sync_id=plan.sync_id, error="boom"))
-    current = begin_update(trio, "a", "b")
-    for message in (m.SyncReady(sync_id=plan.sync_id), m.SyncFailed(sync_id=plan.sync_id, error="late")):
-        [(to, aborted)] = trio.say("b#1", message)
-        assert isinstance(aborted, m.SyncAborted)
-        assert (to, aborted.sync_id) == ("b#1", plan.sync_id)
-    assert len(finish_update(trio, current, "a", "b")) == 1
-
-
-def test_sync_ids_never_repeat_over_a_restart_of_the_coordinator(tmp_path):
-    ids = []
-    for _ in range(2):
-        desk = Desk(tmp_path)
-        desk.join("learner", "learner")
-        desk.join("rollout", "a")
-        ids.append(begin_update(desk, "a").sync_id)
-        desk.journal._queue.put((desk.coordinator.pool.drain_records(), None))
-        desk.journal.close()
-    assert ids[0] < ids[1]
-
-
-def test_a_node_that_just_failed_is_not_asked_again_at_once(trio, monkeypatch):
-    clock = [1000.0]
-    monkeypatch.setattr("services.coordinator.service.time.monotonic", lambda: clock[0])
-    trio.coordinator.pool.version = 1
-    for name in ("a", "b"):
-        node = trio.coordinator.members.nodes[name]
-        node.failed_at = 1000.0
-    assert not trio.coordinator.updates.wanted(trio.coordinator.pool.version)
-    clock[0] += 6
-    assert trio.coordinator.updates.wanted(trio.coordinator.pool.version)
-
-
 def test_judgements_of_a_group_that_is_given_up_are_withdrawn(desk):
     (_, lease), (_, other) = of(m.GenerateLease, desk.join("rollout", "gen"))
     desk.join("reward", "judge", capacity=2)
@@ -564,17 +324,3 @@ def test_judgements_of_a_group_that_is_given_up_are_withdrawn(desk):
     assert desk.coordinator.members.nodes["judge"].lease_ids == {unrelated.lease_id}
     sent = desk.say("judge#1", m.LeaseCancelled(lease_id=score.lease_id, reason="withdrawn"))
     assert [ack.accepted for _, ack in of(m.Ack, sent)] == [True]
-
-
-@pytest.mark.parametrize("store", ["127.0.0.1:9", "localhost:9", "[::1]:9"])
-def test_weights_that_are_offered_where_another_machine_can_not_reach_them_are_refused_with_the_remedy(trio, store):
-    assert of(m.SyncPlan, trio.say("learner#1", m.SyncRequest(tag=V1, stores=[store]))), "all are on one machine"
-    trio.join("rollout", "far", host="elsewhere")
-    [(to, refused)] = of(m.Refused, trio.say("learner#1", m.SyncRequest(tag=V1, stores=["10.0.0.1:9", store])))
-    assert to == "learner#1"
-    assert (
-        f"offers its weights at {store}, which rollout nodes on elsewhere can't reach. Set learner.host"
-        in refused.reason
-    )
-    for other in ("10.0.0.1:9", "node7:9"):  # the coordinator's own answer to a name is not the other machines'
-        assert of(m.SyncPlan, trio.say("learner#1", m.SyncRequest(tag=V1, stores=[other])))

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from test_coordinator_service import V1, Desk, of
+from coordinator_desk import V1, Desk, of
 
 from protocol import messages as m
 from services.coordinator import waits

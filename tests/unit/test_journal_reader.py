@@ -5,7 +5,7 @@ import sqlite3
 
 import numpy as np
 import pytest
-from test_coordinator_service import Desk, of
+from coordinator_desk import Desk, of
 
 from protocol import messages as m
 from services.journal_reader import read_journal
