@@ -10,6 +10,7 @@ import sys
 import time
 
 from loop_harness import ROOT, Role, Run
+from polling import block_until
 
 from protocol.codec import peek
 from services.faults.proxy import body_of
@@ -48,11 +49,15 @@ def test_a_healthy_run_shows_its_waits_each_with_a_limit_and_never_a_circle(tmp_
         run.assert_all_exit(as_json)
         text = as_json.log.read_text()
         assert set(json.loads(text)) == {"waits", "cycles"}
-        table = run.forebay("waits", "--address", run.address)  # goes on in the same log
-        run.assert_all_exit(table)
-        printed = table.log.read_text()[len(text) :]
-        assert "Run loop: running" in printed
-        assert "run.idle_timeout_s" in printed
+
+        def table_has_a_wait_for_work():  # between two waits nobody may be in one
+            table = run.forebay("waits", "--address", run.address)  # goes on in the same log
+            run.assert_all_exit(table)
+            printed = table.log.read_text()[len(text) :]
+            assert "Run loop: running" in printed
+            return "run.idle_timeout_s" in printed
+
+        block_until(table_has_a_wait_for_work)
         run.assert_all_exit(run.stop(), *roles.values())
 
 
