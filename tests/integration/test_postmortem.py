@@ -8,6 +8,7 @@ import tarfile
 
 import pytest
 from loop_harness import Run
+from polling import block_until
 
 from protocol.security import write_keys
 
@@ -34,6 +35,12 @@ def archive_with(run, *names):
         if reports_by_node(files).keys() >= set(names):
             return files
     raise AssertionError(f"{sorted(reports_by_node(files))}, not {names}\n{run.logs()}")
+
+
+def kept_nodes(run):
+    """Who is in the last status that the coordinator has kept for the time after it."""
+    kept = run.run_dir / "status.json"
+    return {node["node_id"] for node in json.loads(kept.read_text())["nodes"]} if kept.exists() else set()
 
 
 def one_line(text):
@@ -82,8 +89,9 @@ def test_after_a_killed_coordinator_every_role_is_there_and_no_byte_of_a_key(tmp
         while not coordinator.events("serving"):  # the nodes wait 4 s for it at most
             assert coordinator.process.poll() is None, run.logs()
         nodes = [run.start("reward", "judge"), run.start("rollout", "a"), run.start("learner")]
-        while len(coordinator.events("step")) < 20:  # so that a status was kept
+        while len(coordinator.events("step")) < 20:
             assert coordinator.process.poll() is None, run.logs()
+        block_until(lambda: kept_nodes(run) == {"judge", "a", "learner"})  # the last status of before may lack one
         secrets = [value for name, value in json.loads(key_file.read_text()).items() if "secret" in name]
         for role in run.roles:  # as a debugging print might
             with role.log.open("a") as log:
