@@ -5,8 +5,12 @@ A toolchain is found on PATH. Compilers run in the same kind of sandbox as what 
 
 from __future__ import annotations
 
+import mmap
 import os
+import re
 import shutil
+import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 
 from protocol.suites import Limits
@@ -54,6 +58,7 @@ class Toolchains:
 
     def __init__(self) -> None:
         self._found: dict[str, Toolchain] = {}
+        self._interpreters: dict[str, list[mmap.mmap]] = {}  # that stay in memory, by language
         if compiler := _program("g++", "clang++"):
             flags = ("-O2", "-std=c++17", "-pipe", "-static", "-w", "-fmax-errors=5", "-o", "main", "main.cpp")
             self._found["cpp"] = Toolchain(compiler, "main.cpp", compile=flags)
@@ -63,7 +68,10 @@ class Toolchains:
 
     def get(self, language: str) -> Toolchain | None:
         """``None`` where it is not installed."""
-        return self._found.get(language)
+        tool = self._found.get(language)
+        if tool is not None and tool.run and language not in self._interpreters:
+            self._interpreters[language] = kept_in_memory(tool.program)
+        return tool
 
     @staticmethod
     def wanted(language: str) -> str:
@@ -79,6 +87,28 @@ class Toolchains:
             if not any(folder == path or folder.startswith(path + "/") for path in folders):
                 folders.append(folder)
         return tuple(folders), programs
+
+
+def kept_in_memory(program: str) -> list[mmap.mmap]:
+    """A program and its shared libraries, read and mapped: they stay in the page cache, on this process's account, for as long as this is held.
+
+    The kernel charges a page of a file to the control group that touches it first. Where that is a worker's, a program that is at its memory
+    limit is not ended: the kernel takes the interpreter's own pages (90 MB for node), which are read again at once, without end and at the
+    expense of the program's CPU time. So the verdict would depend on what was in the page cache.
+    """
+    maps = []
+    for path in (program, *_libraries(program)):
+        with suppress(OSError, ValueError), open(path, "rb") as file:  # it runs without, too
+            maps.append(mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ))
+    return maps
+
+
+def _libraries(program: str) -> list[str]:
+    try:
+        told = subprocess.run(("ldd", program), capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [os.path.realpath(path) for path in re.findall(r"(/\S+) \(0x", told)]
 
 
 def _program(*names: str) -> str | None:
