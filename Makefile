@@ -4,7 +4,7 @@ PY := .venv/bin/python
 FOREBAY := .venv/bin/forebay
 SHELL := bash
 
-.PHONY: help setup quickstart smollm2 test test-fast test-mcore-next lint format bench clean
+.PHONY: help setup quickstart smollm2 test test-fast faults test-mcore-next lint format bench clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -26,6 +26,9 @@ test: setup ## all tests, two processes; those that need Slurm, systemd or share
 
 test-fast: setup ## without real vLLM, Megatron worlds, Slurm and systemd: for while you work
 	@$(PY) -m pytest -m "not slow and not gpu"
+
+faults: setup ## inject faults of every kind into runs of fakes; ARGS="--list", "--case NAME", "--kills N", ...
+	@$(PY) -m tests.faults $(ARGS)
 
 test-mcore-next: ## the learner's tests on the newest megatron-core, in an environment of its own (Python 3.12)
 	@bash deploy/test_mcore_next.sh

@@ -180,7 +180,7 @@ class Load:
             )
             self._beat()
             peer.say(BatchRequest(step=self.version + 1))
-        elif kind == "resync":  # the update itself is measured elsewhere
+        elif kind == "weight_update_needed":  # the update itself is measured elsewhere
             self._beat()
             peer.say(BatchRequest(step=self.version + 1))
         elif header["re"] in peer.sent_at:

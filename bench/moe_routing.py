@@ -3,7 +3,7 @@
     python -m bench.moe_routing [--engine bfloat16 float32] [--trainer float32 bfloat16] [--samples 32] [--out FILE]
 
 A random Qwen3-MoE (8 layers, 64 experts, 8 of them for each token) is sampled by real vLLM and trained on by our Megatron policy at a
-learning rate of 0, with and without the engine's routes. For each pair of precisions: the gap of the log-probs in nats per token, mean and
+learning rate of 0, with and without the engine's routed_experts. For each pair of precisions: the gap of the log-probs in nats per token, mean and
 largest; the largest ratio; and the share of (token, layer) in which the two would choose other experts. The model is untrained, so its
 logits are nearer to each other than a trained one's: the share is an upper end. Without a GPU vLLM's kernels run in Triton's
 interpreter (``interpreted_triton``): their speed is no figure, their numbers are.
@@ -24,7 +24,7 @@ import numpy as np
 
 from bench.byte_tokenizer import save_byte_tokenizer
 
-NAMES = ("prompt_ids", "completion_ids", "logprobs", "routes")
+NAMES = ("prompt_ids", "completion_ids", "logprobs", "routed_experts")
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = (
     "Write add(a, b).",
@@ -156,7 +156,7 @@ def main() -> None:
         np.savez(path, **{f"{name}-{i}": array for i, sample in enumerate(found) for name, array in sample.items()})
         return
     rows = [
-        "| engine | trainer | routes | mean gap | largest gap | largest ratio | other experts |",
+        "| engine | trainer | routed_experts | mean gap | largest gap | largest ratio | other experts |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     with tempfile.TemporaryDirectory(prefix="forebay-moe-") as name:

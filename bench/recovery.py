@@ -16,8 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from services.faults.harness import Run, task_lines
-from services.faults.processes import Role, seconds
+from tests.faults.harness import Run, task_lines
+from tests.faults.processes import Role, seconds
 
 FLEET = {"coordinator": "coordinator", "rollout": "rollout", "reward": "reward", "learner": "learner"}
 WHOLE = "the whole run"
@@ -27,7 +27,7 @@ CHANGES = {
     "coordinator.bypass_window": 0,
     "coordinator.node_timeout_s": 2.0,
     "coordinator.generate_timeout_s": 5.0,
-    "run.sync_timeout_s": 6.0,
+    "run.weight_update_timeout_s": 6.0,
     "learner.fake_step_s": 0.02,
     "learner.checkpoint_interval_steps": 5,
 }

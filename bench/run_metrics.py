@@ -23,7 +23,7 @@ COLUMNS = {
     "entropy": ("train/entropy", "{:.3f}"),
     "grad norm": ("train/grad_norm", "{:.3f}"),
     "train s": ("time/train_s", "{:.2f}"),
-    "publish s": ("time/publish_s", "{:.2f}"),
+    "publish s": ("time/weight_update_s", "{:.2f}"),
 }
 
 
@@ -39,8 +39,8 @@ def report(summary: dict[str, Any]) -> str:
         "",
         f"- reward, mean of the first 5 steps {fmean(rewards[:5]):.3f}, of the last 5 {fmean(rewards[-5:]):.3f}",
         f"- seconds of a step (median): train {median(row['time/train_s'] for row in steps):.2f}, "
-        f"publish {median(row['time/publish_s'] for row in steps):.2f}",
-        f"- weight updates: {summary['num_syncs']}; generation paused {median(s['pause_s'] for s in summary['syncs']):.2f} s "
+        f"publish {median(row['time/weight_update_s'] for row in steps):.2f}",
+        f"- weight updates: {summary['num_weight_updates']}; generation paused {median(s['pause_s'] for s in summary['syncs']):.2f} s "
         f"(median), {summary['syncs'][-1]['bytes'] / 1e6:.1f} MB each",
         f"- staleness of samples: {summary['staleness_counts']} (cap {summary['max_staleness']})",
         f"- verdicts: {summary['verdicts']}",

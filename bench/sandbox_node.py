@@ -22,7 +22,7 @@ from protocol.router import CoordinatorSocket
 from protocol.suites import TestSuite
 from protocol.verdicts import JudgeResult
 from protocol.versions import VersionTag
-from services.faults.processes import free_port
+from tests.faults.processes import free_port
 
 _NUMBERS = itertools.count()  # of leases
 

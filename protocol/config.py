@@ -53,7 +53,9 @@ class RunConfig(StrictModel):
     # Mixture of experts: engines tell which experts they chose, the trainer chooses the same. See services/learner/README.md.
     routing_replay: bool = False
     join_timeout_s: float = Field(default=120.0, gt=0)  # how long a node waits for the coordinator
-    sync_timeout_s: float = Field(default=120.0, gt=0)  # one weight update, from the plan to the last acknowledgement
+    weight_update_timeout_s: float = Field(
+        default=120.0, gt=0
+    )  # one weight update, from the plan to the last acknowledgement
     idle_timeout_s: float = Field(default=7200.0, gt=0)  # a node without work, while the coordinator lives
     # A result on its way to the journal: over join_timeout_s, for the coordinator may restart, and coordinator.disk_timeout_s.
     ack_timeout_s: float = Field(default=900.0, gt=0)

@@ -110,22 +110,6 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--samples", type=int, default=8, help="completions for each task (default 8)")
     _add_set(evaluate)
 
-    faults = commands.add_parser(
-        "faults", help="inject faults into runs of fakes on this machine, and say what came of each"
-    )
-    faults.add_argument("--list", action="store_true", help="the cases, as a table")
-    faults.add_argument("--case", action="append", default=[], metavar="NAME", help="only this one; may be repeated")
-    faults.add_argument(
-        "--stage", action="append", default=[], metavar="S", help="only this stage of the loop; likewise"
-    )
-    faults.add_argument("--real", action="store_true", help="also the cases with real vLLM and Megatron")
-    faults.add_argument("--json", type=Path, metavar="FILE", help="the results, for programs")
-    faults.add_argument("--keep", type=Path, metavar="DIR", help="keep all logs and journals there")
-    faults.add_argument("--seed", type=int, default=0, help="of what chance decides")
-    soak = faults.add_mutually_exclusive_group()
-    soak.add_argument("--soak", type=float, metavar="SECONDS", help="instead: random kills in one long run")
-    soak.add_argument("--kills", type=int, metavar="N", help="instead: so many random kills")
-
     data = commands.add_parser("data", help="task files").add_subparsers(dest="data_command", required=True)
     convert = data.add_parser(
         "convert", help="HumanEval, MBPP in HumanEval's form, or APPS's form (JSONL, also .gz) -> a task file"
@@ -188,10 +172,10 @@ def _judge(args: argparse.Namespace) -> int:
 
     config = load_reward_config(args.config, args.overrides)
     import common.logs
-    from services.reward import explain
+    from services.tools import judge
 
     common.logs.setup("reward", level="warning")
-    return explain.main(config, args.file, args.tests, task_id=args.task_id, show_code=args.code, as_json=args.json)
+    return judge.main(config, args.file, args.tests, task_id=args.task_id, show_code=args.code, as_json=args.json)
 
 
 def _reward_once(args: argparse.Namespace) -> int:
@@ -203,10 +187,10 @@ def _reward_once(args: argparse.Namespace) -> int:
         raise ConfigError(f"{given} needs {missing}.")
     config = load_reward_config(args.config, args.overrides)
     import common.logs
-    from services.reward import once
+    from services.tools import judge_file
 
     common.logs.setup("reward", level="warning")
-    return once.main(config, args.once, args.out)
+    return judge_file.main(config, args.once, args.out)
 
 
 def _role(args: argparse.Namespace) -> int:
@@ -260,7 +244,7 @@ def _rank_argv(args: argparse.Namespace) -> list[str]:
 
 
 def _up(args: argparse.Namespace) -> int:
-    from services import up
+    from services.tools import up
 
     return up.main(args.config, args.resume, args.overrides)
 
@@ -291,21 +275,21 @@ def _where(args: argparse.Namespace) -> tuple[str, Keys | None]:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from services import view
+    from services.tools import status
 
     address, keys = _where(args)
-    return view.main(address, keys=keys, as_json=args.json)
+    return status.main(address, keys=keys, as_json=args.json)
 
 
 def _waits(args: argparse.Namespace) -> int:
-    from services import waits
+    from services.tools import waits
 
     address, keys = _where(args)
     return waits.main(address, keys=keys, as_json=args.json, watch=args.watch)
 
 
 def _postmortem(args: argparse.Namespace) -> int:
-    from services import postmortem
+    from services.tools import postmortem
 
     return postmortem.main(args.run, args.out)
 
@@ -332,19 +316,19 @@ def _keys(args: argparse.Namespace) -> int:
 
 def _eval(args: argparse.Namespace) -> int:
     config = _load(args)
-    from services import evaluate
+    from services.tools import eval
 
-    return evaluate.main(config, args.models, args.tasks, num_samples=args.samples)
+    return eval.main(config, args.models, args.tasks, num_samples=args.samples)
 
 
 def _export(args: argparse.Namespace) -> int:
-    from services.learner.megatron import export_checkpoint
+    from services.tools import export
 
-    return export_checkpoint.main(args.checkpoint, args.target, model=args.model)
+    return export.main(args.checkpoint, args.target, model=args.model)
 
 
 def _data(args: argparse.Namespace) -> int:
-    from services import data
+    from services.tools import data
 
     if args.data_command == "convert":
         return data.convert(args.source, args.target)
@@ -355,29 +339,6 @@ def _data(args: argparse.Namespace) -> int:
 
     common.logs.setup("reward", level="warning")
     return data.check(config, args.tasks, repeat=args.repeat)
-
-
-def _faults(args: argparse.Namespace) -> int:
-    from common.errors import ConfigError
-    from services.faults import soak, suite
-
-    is_soak = args.soak is not None or args.kills is not None
-    if is_soak and (args.case or args.stage or args.real or args.json or args.list):
-        raise ConfigError(
-            "--soak and --kills are one run of their own: without --case, --stage, --real, --json and --list."
-        )
-    if (args.soak or args.kills or 0) <= 0 and is_soak:
-        raise ConfigError("--soak takes a number of seconds, --kills a number of kills: more than 0.")
-    if args.case and args.stage:
-        raise ConfigError("--case names cases of any stage: leave out --stage.")
-    if args.list:
-        print(suite.list_table(suite.select(args.case, args.stage, real=True)), end="")
-        return 0
-    if is_soak:
-        return soak.main(kills=args.kills, seconds=args.soak, seed=args.seed, keep=args.keep)
-    return suite.main(
-        names=args.case, stages=args.stage, real=args.real, seed=args.seed, json_path=args.json, keep=args.keep
-    )
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
@@ -392,7 +353,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "eval": _eval,
     "export": _export,
     "data": _data,
-    "faults": _faults,
     **dict.fromkeys(ROLES, _role),
 }
 

@@ -236,7 +236,7 @@ def _check_layout(config: Config) -> list[str]:
 
 
 def _check_routing(config: Config) -> list[str]:
-    """``run.routing_replay``: both sides must have the same experts, and a batch's routes must fit into a message."""
+    """``run.routing_replay``: both sides must have the same experts, and a batch's routed_experts must fit into a message."""
     if not config.run.routing_replay:
         return []
     from protocol.codec import MAX_ARRAY_BYTES  # here, so that reading a config needs no numpy
@@ -267,7 +267,7 @@ def _check_routing(config: Config) -> list[str]:
     num_bytes = num_tokens * arch.num_layers * arch.experts_per_token * (1 if arch.num_experts <= 256 else 2)
     if num_bytes > MAX_ARRAY_BYTES:
         return [
-            f"run.routing_replay: the routes of a batch of {num_tokens} tokens take up to {num_bytes / 2**20:.0f} MiB, and an array of a "
+            f"run.routing_replay: the routed_experts of a batch of {num_tokens} tokens take up to {num_bytes / 2**20:.0f} MiB, and an array of a "
             f"message {MAX_ARRAY_BYTES >> 20}: lower coordinator.groups_per_step, coordinator.group_size or the lengths, or leave it out."
         ]
     return []
@@ -290,9 +290,9 @@ def _check_work(config: Config) -> list[str]:
                 f"run.ack_timeout_s = {config.run.ack_timeout_s:g} must be over {key} = {limit:g}, or nodes give up a result while "
                 "the coordinator may still take it."
             )
-    if config.run.sync_timeout_s < 2 * coordinator.node_timeout_s:
+    if config.run.weight_update_timeout_s < 2 * coordinator.node_timeout_s:
         problems.append(
-            f"run.sync_timeout_s = {config.run.sync_timeout_s:g} must be at least twice coordinator.node_timeout_s = "
+            f"run.weight_update_timeout_s = {config.run.weight_update_timeout_s:g} must be at least twice coordinator.node_timeout_s = "
             f"{coordinator.node_timeout_s:g}: what is lost on its way is sent again after that, and one loss would end the weight update."
         )
     if config.up.reward_nodes and config.up.stop_timeout_s <= config.reward.drain_timeout_s:

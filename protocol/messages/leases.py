@@ -37,14 +37,14 @@ class GenerateLease(Message):
 
 class SampleResult(Message):
     """One finished completion. Arrays: ``prompt_ids`` int32 [P], ``completion_ids`` int32 [C], ``logprobs`` float32 [C];
-    with ``run.routing_replay`` also ``routes`` uint8 or uint16 [P + C - 1, layers, k]: the experts of each token that was computed.
+    with ``run.routing_replay`` also ``routed_experts`` uint8 or uint16 [P + C - 1, layers, k]: the experts of each token that was computed.
 
     ``segments`` covers the C tokens in order. ``text`` is for the judge only and is never tokenized again.
     """
 
     kind: ClassVar[str] = "sample_result"
     arrays: ClassVar[tuple[str, ...]] = ("prompt_ids", "completion_ids", "logprobs")
-    optional_arrays: ClassVar[tuple[str, ...]] = ("routes",)
+    optional_arrays: ClassVar[tuple[str, ...]] = ("routed_experts",)
 
     lease_id: str
     group_id: int

@@ -46,7 +46,7 @@ class Hello(Message):
     holds: VersionTag | None = None
     run_uid: str = ""  # from an earlier Welcome; empty on the first contact
     checkpoint_step: int = -1  # learner only: the step its weights are at
-    num_workers: int = 0  # rollout only: engine workers that take weights, one rank of a sync group each
+    num_workers: int = 0  # rollout only: engine workers that take weights, one rank of a process group each
     isolation: str = ""  # reward only: what its sandbox is made of
     open_leases: list[OpenLease] = []  # of an earlier session: a coordinator that restarted lets them stand
     # Rollout only: generated ones that it knows a coordinator to have counted; -1: it does not say.

@@ -35,13 +35,13 @@ class BatchSample(BaseModel):
 class Batch(Message):
     """The fixed batch of one step, groups contiguous. Arrays are concatenations over ``samples``:
 
-    ``prompt_ids`` int32 [sum P], ``completion_ids`` int32 [sum C], ``logprobs`` float32 [sum C]; ``routes`` as in ``SampleResult``, where
+    ``prompt_ids`` int32 [sum P], ``completion_ids`` int32 [sum C], ``logprobs`` float32 [sum C]; ``routed_experts`` as in ``SampleResult``, where
     the samples have them.
     """
 
     kind: ClassVar[str] = "batch"
     arrays: ClassVar[tuple[str, ...]] = ("prompt_ids", "completion_ids", "logprobs")
-    optional_arrays: ClassVar[tuple[str, ...]] = ("routes",)
+    optional_arrays: ClassVar[tuple[str, ...]] = ("routed_experts",)
 
     step: int
     samples: list[BatchSample]
@@ -57,10 +57,10 @@ class EndOfData(Message):
     reason: str
 
 
-class Resync(Message):
+class WeightUpdateNeeded(Message):
     """Instead of a batch: some engines hold no valid weights. Publish the current version to them, then ask again."""
 
-    kind: ClassVar[str] = "resync"
+    kind: ClassVar[str] = "weight_update_needed"
 
     tag: VersionTag
 

@@ -1,4 +1,4 @@
-"""Learner <-> coordinator <-> rollout: one weight update. Their sequence: ``services/coordinator/sync.py``."""
+"""Learner <-> coordinator <-> rollout: one weight update. Their sequence: ``services/coordinator/weight_update.py``."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from protocol.messages.base import Message
 from protocol.versions import VersionTag
 
 
-class SyncRequest(Message):
+class WeightUpdateRequest(Message):
     """Learner: I want to publish ``tag``. One store address for each sender (pipeline stage), as ``host:port``."""
 
-    kind: ClassVar[str] = "sync_request"
+    kind: ClassVar[str] = "weight_update_request"
 
     tag: VersionTag
     stores: list[str]
     only_fenced: bool = False
 
 
-class SyncMember(BaseModel):
+class WeightUpdateMember(BaseModel):
     """A receiver: ``num_workers`` engine workers with consecutive ranks from ``first_rank`` in every sender's group."""
 
     model_config = ConfigDict(frozen=True)
@@ -30,83 +30,83 @@ class SyncMember(BaseModel):
     num_workers: int
 
 
-class SyncPlan(Message):
-    """Coordinator -> learner and rollout nodes: who takes part. Both sides form (or keep) the groups, then say ``SyncReady``.
+class WeightUpdatePlan(Message):
+    """Coordinator -> learner and rollout nodes: who takes part. Both sides form (or keep) the groups, then say ``WeightUpdateReady``.
 
     ``group_key`` names the process groups, one in each sender's store: who is in the group of that name keeps it, and others
     form it. In each sender's group the sender is rank 0 and the receivers follow; ``world_size`` counts both.
     """
 
-    kind: ClassVar[str] = "sync_plan"
+    kind: ClassVar[str] = "weight_update_plan"
 
-    sync_id: int
+    update_id: int
     tag: VersionTag
     stores: list[str]
-    members: list[SyncMember]
+    members: list[WeightUpdateMember]
     world_size: int
     group_key: str
     timeout_s: float
 
 
-class SyncReady(Message):
-    """The sender's groups stand. The answer is ``SyncGo`` when everybody's do, or ``SyncAborted``."""
+class WeightUpdateReady(Message):
+    """The sender's groups stand. The answer is ``TransferStart`` when everybody's do, or ``WeightUpdateAborted``."""
 
-    kind: ClassVar[str] = "sync_ready"
+    kind: ClassVar[str] = "weight_update_ready"
 
-    sync_id: int
+    update_id: int
 
 
-class SyncGo(Message):
+class TransferStart(Message):
     """Everybody is ready: the bytes may flow."""
 
-    kind: ClassVar[str] = "sync_go"
+    kind: ClassVar[str] = "transfer_start"
 
-    sync_id: int
+    update_id: int
 
 
-class SyncAborted(Message):
+class WeightUpdateAborted(Message):
     """The update is off: ``reason`` names the node and its error. Old weights go on serving."""
 
-    kind: ClassVar[str] = "sync_aborted"
+    kind: ClassVar[str] = "weight_update_aborted"
 
-    sync_id: int
+    update_id: int
     reason: str
 
 
-class SyncDone(Message):
+class WeightsLoaded(Message):
     """Rollout: I hold the new version and generate with it. Seconds of the receive, and of the pause it cost."""
 
-    kind: ClassVar[str] = "sync_done"
+    kind: ClassVar[str] = "weights_loaded"
 
-    sync_id: int
+    update_id: int
     receive_s: float
     pause_s: float
 
 
-class SyncFailed(Message):
+class WeightUpdateFailed(Message):
     """Learner or rollout: my side of the update failed; I am on my old weights."""
 
-    kind: ClassVar[str] = "sync_failed"
+    kind: ClassVar[str] = "weight_update_failed"
 
-    sync_id: int
+    update_id: int
     error: str
 
 
-class SyncSent(Message):
-    """Learner: all bytes are out. Answered with ``SyncResult`` once every member has reported."""
+class TransferDone(Message):
+    """Learner: all bytes are out. Answered with ``WeightUpdateResult`` once every member has reported."""
 
-    kind: ClassVar[str] = "sync_sent"
+    kind: ClassVar[str] = "transfer_done"
 
-    sync_id: int
+    update_id: int
     num_bytes: int
     send_s: float
 
 
-class SyncResult(Message):
+class WeightUpdateResult(Message):
     """Who holds the version now, and who is fenced with which error."""
 
-    kind: ClassVar[str] = "sync_result"
+    kind: ClassVar[str] = "weight_update_result"
 
-    sync_id: int
+    update_id: int
     acked: list[str]
     failed: dict[str, str]

@@ -35,7 +35,7 @@ def make_batch(
         for group, sample in chosen
         if sample.result is not None
     ]
-    names = [*_ARRAYS, *(["routes"] if chosen and "routes" in chosen[0][1].arrays else [])]
+    names = [*_ARRAYS, *(["routed_experts"] if chosen and "routed_experts" in chosen[0][1].arrays else [])]
     arrays = {name: np.concatenate([sample.arrays[name] for _, sample in chosen]) for name in names}
     return Batch(step=step, samples=samples, replay=replay, publish=publish), arrays
 

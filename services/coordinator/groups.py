@@ -14,7 +14,7 @@ from protocol.verdicts import JudgeResult
 from protocol.versions import Segment
 
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
-ROUTE_DTYPES = ("uint8", "uint16")
+ROUTED_EXPERTS_DTYPES = ("uint8", "uint16")
 
 
 class GroupStatus(StrEnum):
@@ -28,8 +28,8 @@ class GroupStatus(StrEnum):
     FAILED = "failed"
 
 
-def sample_problem(message: SampleResult, arrays: Mapping[str, Array], *, with_routes: bool) -> str:
-    """Why a sample can't be trained on (a node of ours never sends such a one), or ''. ``with_routes``: as ``run.routing_replay``."""
+def sample_problem(message: SampleResult, arrays: Mapping[str, Array], *, with_routed_experts: bool) -> str:
+    """Why a sample can't be trained on (a node of ours never sends such a one), or ''. ``with_routed_experts``: as ``run.routing_replay``."""
     prompt, completion, logprobs = arrays["prompt_ids"], arrays["completion_ids"], arrays["logprobs"]
     if not (
         prompt.dtype == completion.dtype == _INT32
@@ -41,12 +41,16 @@ def sample_problem(message: SampleResult, arrays: Mapping[str, Array], *, with_r
     counted = sum([segment.num_tokens for segment in message.segments])
     if not message.segments or not completion.size == logprobs.size == counted:
         return f"{completion.size} tokens with {logprobs.size} log-probs and version segments for {counted}"
-    routes = arrays.get("routes")
-    if (routes is not None) != with_routes:
-        return f"{'without' if with_routes else 'with'} routes, but run.routing_replay = {str(with_routes).lower()}"
+    routed_experts = arrays.get("routed_experts")
+    if (routed_experts is not None) != with_routed_experts:
+        return f"{'without' if with_routed_experts else 'with'} routed_experts, but run.routing_replay = {str(with_routed_experts).lower()}"
     num_rows = prompt.size + completion.size - 1
-    if routes is not None and (routes.dtype.name not in ROUTE_DTYPES or routes.ndim != 3 or len(routes) != num_rows):
-        return f"routes of {routes.dtype.name}{list(routes.shape)}, not uint8 or uint16 with {num_rows} rows"
+    if routed_experts is not None and (
+        routed_experts.dtype.name not in ROUTED_EXPERTS_DTYPES
+        or routed_experts.ndim != 3
+        or len(routed_experts) != num_rows
+    ):
+        return f"routed_experts of {routed_experts.dtype.name}{list(routed_experts.shape)}, not uint8 or uint16 with {num_rows} rows"
     return ""
 
 

@@ -57,7 +57,9 @@ class LeaseDesk:
         self.verdicts: Counter[str] = Counter()
         self.num_copied = 0  # verdicts that came from a twin
         self._twins = Twins()
-        self._routes_kind: tuple[Any, ...] | None = None  # dtype, layers and experts per token of all routes of the run
+        self._routed_experts_kind: tuple[Any, ...] | None = (
+            None  # dtype, layers and experts per token of all routed_experts of the run
+        )
         self._suites: dict[str, TestSuite] = {}  # by name: those that a lease has named
         self._to_generate: dict[int, None] = {}
         self._to_score: deque[tuple[int, int]] = deque()
@@ -129,8 +131,8 @@ class LeaseDesk:
             if lease := self._members.end_lease(message.lease_id):
                 self.failed(lease, reason)
             return self._reply(node.identity, m.Ack(accepted=False, reason=reason), received.seq)
-        if (routes := received.arrays.get("routes")) is not None:
-            self._routes_kind = (routes.dtype.name, *routes.shape[1:])
+        if (routed_experts := received.arrays.get("routed_experts")) is not None:
+            self._routed_experts_kind = (routed_experts.dtype.name, *routed_experts.shape[1:])
         accepted = self._pool.add_sample(
             message.group_id,
             message.sample_index,
@@ -158,12 +160,16 @@ class LeaseDesk:
 
     def _sample_problem(self, message: m.SampleResult, arrays: Mapping[str, Array]) -> str:
         """Why it can't be trained on, or ''."""
-        if problem := sample_problem(message, arrays, with_routes=self._run.routing_replay):
+        if problem := sample_problem(message, arrays, with_routed_experts=self._run.routing_replay):
             return problem
-        routes = arrays.get("routes")
-        kind = self._routes_kind
-        if routes is not None and kind is not None and kind != (routes.dtype.name, *routes.shape[1:]):
-            return f"routes of {(routes.dtype.name, *routes.shape[1:])}, where those of other samples are of {kind}: another model"
+        routed_experts = arrays.get("routed_experts")
+        kind = self._routed_experts_kind
+        if (
+            routed_experts is not None
+            and kind is not None
+            and kind != (routed_experts.dtype.name, *routed_experts.shape[1:])
+        ):
+            return f"routed_experts of {(routed_experts.dtype.name, *routed_experts.shape[1:])}, where those of other samples are of {kind}: another model"
         return self._version_problem(message)
 
     def _version_problem(self, message: m.SampleResult) -> str:

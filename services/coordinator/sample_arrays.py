@@ -10,16 +10,16 @@ import numpy as np
 from protocol.codec import Array
 
 NAMES = ("prompt_ids", "completion_ids", "logprobs")
-# Before the routes, where a sample has some: layers, experts per token, bytes of each.
-_ROUTES = struct.Struct("<HHH")
-_ROUTE_DTYPES = {1: "|u1", 2: "<u2"}
+# Before the routed_experts, where a sample has some: layers, experts per token, bytes of each.
+_ROUTED_EXPERTS = struct.Struct("<HHH")
+_ROUTED_EXPERTS_DTYPES = {1: "|u1", 2: "<u2"}
 
 
 def array_parts(arrays: Mapping[str, Array]) -> list[Array | bytes]:
     """What the blob of ``arrays`` (as in ``messages.SampleResult``) is, one after the other."""
     parts: list[Array | bytes] = [arrays[name] for name in NAMES]
-    if (routes := arrays.get("routes")) is not None:
-        parts += [_ROUTES.pack(*routes.shape[1:], routes.itemsize), routes]
+    if (routed_experts := arrays.get("routed_experts")) is not None:
+        parts += [_ROUTED_EXPERTS.pack(*routed_experts.shape[1:], routed_experts.itemsize), routed_experts]
     return parts
 
 
@@ -37,8 +37,8 @@ def unpack_arrays(blob: bytes, *, num_prompt: int, num_completion: int) -> dict[
     }
     if len(blob) == end:
         return arrays
-    if len(blob) < end + _ROUTES.size:
+    if len(blob) < end + _ROUTED_EXPERTS.size:
         raise ValueError(f"{len(blob)} bytes of arrays for {num_prompt} + {num_completion} tokens")
-    layers, chosen, itemsize = _ROUTES.unpack_from(blob, end)
-    flat = np.frombuffer(blob, _ROUTE_DTYPES[itemsize], -1, end + _ROUTES.size)
-    return {**arrays, "routes": flat.reshape(num_prompt + num_completion - 1, layers, chosen)}
+    layers, chosen, itemsize = _ROUTED_EXPERTS.unpack_from(blob, end)
+    flat = np.frombuffer(blob, _ROUTED_EXPERTS_DTYPES[itemsize], -1, end + _ROUTED_EXPERTS.size)
+    return {**arrays, "routed_experts": flat.reshape(num_prompt + num_completion - 1, layers, chosen)}

@@ -93,7 +93,7 @@ class Coordinator:
             reply=reply, on_progress=on_progress, known_nodes=json.loads(journal.meta.get("nodes", "[]")),
         )  # fmt: skip
         self.updates = WeightUpdates(
-            self.members, timeout_s=run.sync_timeout_s, again_s=config.node_timeout_s, boot=boot,
+            self.members, timeout_s=run.weight_update_timeout_s, again_s=config.node_timeout_s, boot=boot,
             reply=reply, on_progress=on_progress,
         )  # fmt: skip
         self.steps = StepDesk(
@@ -122,11 +122,11 @@ class Coordinator:
             m.BatchRequest: self.steps.on_batch_request,
             m.StepCommitted: self.steps.on_commit,
             m.LearnerDone: self._on_learner_done,
-            m.SyncRequest: self.updates.on_request,
-            m.SyncReady: self.updates.on_ready,
-            m.SyncDone: self.updates.on_done,
-            m.SyncFailed: self.updates.on_failed,
-            m.SyncSent: self.updates.on_sent,
+            m.WeightUpdateRequest: self.updates.on_request,
+            m.WeightUpdateReady: self.updates.on_ready,
+            m.WeightsLoaded: self.updates.on_done,
+            m.WeightUpdateFailed: self.updates.on_failed,
+            m.TransferDone: self.updates.on_sent,
         }
 
     # ---- the loop ----

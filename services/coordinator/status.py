@@ -57,8 +57,8 @@ def build_status(coordinator: Coordinator) -> dict[str, Any]:
         "nodes": [_node(node, pool.version) for node in members.nodes.values()],
         "steps": [{"step": step, "at": at, **metrics} for step, at, metrics in coordinator.steps.recent],
         "first_rewards": coordinator.steps.first_rewards,
-        "syncs": list(coordinator.updates.finished),
-        "num_syncs": coordinator.updates.num_finished,
+        "weight_updates": list(coordinator.updates.finished),
+        "num_weight_updates": coordinator.updates.num_finished,
         "export_dir": coordinator.export_dir,
         "tasks_out": {
             coordinator.tasks[index].task_id: reason for index, reason in [*pool.poison.out.items()][-RECENT_TASKS_OUT:]

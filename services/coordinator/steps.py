@@ -85,7 +85,7 @@ class StepDesk:
             batch, arrays = make_batch(step, groups, replay=False)
             self._reply(identity, batch, seq, arrays)
         elif self._updates.wanted(version):
-            self._reply(identity, m.Resync(tag=tag), seq)
+            self._reply(identity, m.WeightUpdateNeeded(tag=tag), seq)
         else:
             return
         self._waiting = None

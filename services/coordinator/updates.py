@@ -17,7 +17,7 @@ from common.net import is_loopback
 from protocol import messages as m
 from protocol.codec import Received
 from services.coordinator.membership import Members, Node, Reply, is_current
-from services.coordinator.sync import StandingGroup, SyncRound, plan_round
+from services.coordinator.weight_update import StandingGroup, WeightUpdate, plan_weight_update
 
 log = structlog.get_logger()
 
@@ -54,17 +54,17 @@ class WeightUpdates:
     ) -> None:
         self._members, self._timeout_s, self._again_s = members, timeout_s, again_s
         self._reply, self._on_progress = reply, on_progress
-        self._sync_ids = itertools.count(boot * 1_000_000 + 1)
-        self._round: SyncRound | None = None
+        self._update_ids = itertools.count(boot * 1_000_000 + 1)
+        self._round: WeightUpdate | None = None
         self._standing = StandingGroup()
         # What the learner may not have heard, and when it was last told: the end of a round that it may sit in for as long as its limit.
-        self._untold: m.SyncAborted | None = None
+        self._untold: m.WeightUpdateAborted | None = None
         self._told_at = 0.0
         self.finished: deque[dict[str, float]] = deque(maxlen=200)  # the last ones
         self.num_finished = 0
 
     @property
-    def round(self) -> SyncRound | None:
+    def round(self) -> WeightUpdate | None:
         """The update that is under way."""
         return self._round
 
@@ -95,19 +95,19 @@ class WeightUpdates:
         """Remind those who may not have heard of a plan or of the end of a round; end a round that is past its deadline."""
         if self._untold is not None and now - self._told_at >= self._again_s:
             self._tell_learner(self._untold, now)
-        if (round_ := self._round) is None:
+        if (update := self._round) is None:
             return
-        if now <= round_.deadline:
-            for node_id in round_.untold(now, self._again_s):
-                self._reply(self._members.nodes[node_id].identity, round_.plan)
+        if now <= update.deadline:
+            for node_id in update.untold(now, self._again_s):
+                self._reply(self._members.nodes[node_id].identity, update.plan)
             return
-        late = round_.missing()
+        late = update.missing()
         for node_id in late:
-            self.fail_member(round_, node_id, "did not finish within run.sync_timeout_s", at_fault=True)
+            self.fail_member(update, node_id, "did not finish within run.weight_update_timeout_s", at_fault=True)
         if not late:
-            self.abort("the learner did not finish within run.sync_timeout_s")
+            self.abort("the learner did not finish within run.weight_update_timeout_s")
 
-    def on_request(self, node: Node, message: m.SyncRequest, received: Received) -> None:
+    def on_request(self, node: Node, message: m.WeightUpdateRequest, received: Received) -> None:
         """The learner wants to publish: plan a round."""
         if self._round is not None:
             self.abort("the learner began another update")
@@ -121,66 +121,68 @@ class WeightUpdates:
         if reason := unreachable(message.stores, node, receivers):
             return self._reply(node.identity, m.Refused(reason=reason, fatal=False), received.seq)
         now = time.monotonic()
-        self._round = plan_round(
-            next(self._sync_ids), message, receivers, self._standing, now=now, timeout_s=self._timeout_s
+        self._round = plan_weight_update(
+            next(self._update_ids), message, receivers, self._standing, now=now, timeout_s=self._timeout_s
         )
         self._reply(node.identity, self._round.plan, received.seq)
         for receiver in receivers:
             self._reply(receiver.identity, self._round.plan)
 
-    def on_ready(self, node: Node, message: m.SyncReady, received: Received) -> None:
+    def on_ready(self, node: Node, message: m.WeightUpdateReady, received: Received) -> None:
         """A side has its groups."""
-        if (round_ := self._round_of(message.sync_id, node, received)) is None:
+        if (update := self._round_of(message.update_id, node, received)) is None:
             return
         if node.role == "learner":
-            round_.learner_ready_seq = received.seq
+            update.learner_ready_seq = received.seq
         else:
-            round_.ready[node.node_id] = received.seq
-        if round_.went:  # another request than the one that was answered
-            self._reply(node.identity, m.SyncGo(sync_id=round_.sync_id), received.seq)
+            update.ready[node.node_id] = received.seq
+        if update.went:  # another request than the one that was answered
+            self._reply(node.identity, m.TransferStart(update_id=update.update_id), received.seq)
         self._advance()
 
-    def on_done(self, node: Node, message: m.SyncDone, received: Received) -> None:
+    def on_done(self, node: Node, message: m.WeightsLoaded, received: Received) -> None:
         """A node holds the new version."""
-        if (round_ := self._round_of(message.sync_id, node, received)) is None:
+        if (update := self._round_of(message.update_id, node, received)) is None:
             return
-        round_.done[node.node_id] = message.pause_s
-        node.holds, node.fenced_reason = round_.tag, ""
+        update.done[node.node_id] = message.pause_s
+        node.holds, node.fenced_reason = update.tag, ""
         node.told_seq = max(node.told_seq, received.seq)  # a heartbeat of before says what it held before
         self._reply(node.identity, m.Ack(), received.seq)
         self._advance()
 
-    def on_failed(self, node: Node, message: m.SyncFailed, received: Received) -> None:
+    def on_failed(self, node: Node, message: m.WeightUpdateFailed, received: Received) -> None:
         """A side could not go on."""
-        if (round_ := self._round_of(message.sync_id, node, received)) is None:
+        if (update := self._round_of(message.update_id, node, received)) is None:
             return
         self._reply(node.identity, m.Ack(), received.seq)
         if node.role == "learner":
             self.abort(f"the learner failed: {message.error}")
             self._untold = None
         else:
-            self.fail_member(round_, node.node_id, message.error)
+            self.fail_member(update, node.node_id, message.error)
 
-    def on_sent(self, node: Node, message: m.SyncSent, received: Received) -> None:
+    def on_sent(self, node: Node, message: m.TransferDone, received: Received) -> None:
         """All bytes are out."""
-        if (round_ := self._round_of(message.sync_id, node, received)) is None:
+        if (update := self._round_of(message.update_id, node, received)) is None:
             return
-        round_.learner_sent_seq = received.seq
-        round_.num_bytes, round_.send_s = message.num_bytes, message.send_s
+        update.learner_sent_seq = received.seq
+        update.num_bytes, update.send_s = message.num_bytes, message.send_s
         self._advance()
 
-    def _round_of(self, sync_id: int, node: Node, received: Received) -> SyncRound | None:
-        if self._round is not None and self._round.sync_id == sync_id:
+    def _round_of(self, update_id: int, node: Node, received: Received) -> WeightUpdate | None:
+        if self._round is not None and self._round.update_id == update_id:
             return self._round
         if node.role == "learner":
             self._untold = None
-        self._reply(node.identity, m.SyncAborted(sync_id=sync_id, reason="that weight update is over"), received.seq)
+        self._reply(
+            node.identity, m.WeightUpdateAborted(update_id=update_id, reason="that weight update is over"), received.seq
+        )
         return None
 
-    def fail_member(self, round_: SyncRound, node_id: str, error: str, *, at_fault: bool = False) -> None:
+    def fail_member(self, update: WeightUpdate, node_id: str, error: str, *, at_fault: bool = False) -> None:
         """Note a node's failure, and what follows from it."""
-        log.warning("weight_update_failed", node=node_id, tag=str(round_.tag), error=error)
-        round_.failed[node_id] = error
+        log.warning("weight_update_failed", node=node_id, tag=str(update.tag), error=error)
+        update.failed[node_id] = error
         if node := self._members.nodes.get(node_id):
             node.fenced_reason, node.failed_at = error, time.monotonic()
             node.num_failed_updates += MAX_FAILED_UPDATES if at_fault else 1
@@ -188,28 +190,28 @@ class WeightUpdates:
 
     def _advance(self) -> None:
         """Send what the state of the round allows: go, abort, or the result."""
-        round_ = self._round
+        update = self._round
         learner = next(iter(self._members.of_role("learner")), None)
-        if round_ is None or learner is None:
+        if update is None or learner is None:
             return
-        if round_.failed and not round_.learner_sent_seq:
-            self.abort("; ".join(f"{node}: {error}" for node, error in round_.failed.items()))
-        elif not round_.went and round_.all_ready:
-            round_.went = True
-            self._reply(learner.identity, m.SyncGo(sync_id=round_.sync_id), round_.learner_ready_seq)
-            for node_id, seq in round_.ready.items():
-                self._reply(self._members.nodes[node_id].identity, m.SyncGo(sync_id=round_.sync_id), seq)
-        elif round_.settled and round_.learner_sent_seq:
-            self._finish(round_, learner)
+        if update.failed and not update.learner_sent_seq:
+            self.abort("; ".join(f"{node}: {error}" for node, error in update.failed.items()))
+        elif not update.went and update.all_ready:
+            update.went = True
+            self._reply(learner.identity, m.TransferStart(update_id=update.update_id), update.learner_ready_seq)
+            for node_id, seq in update.ready.items():
+                self._reply(self._members.nodes[node_id].identity, m.TransferStart(update_id=update.update_id), seq)
+        elif update.settled and update.learner_sent_seq:
+            self._finish(update, learner)
 
-    def _finish(self, round_: SyncRound, learner: Node) -> None:
+    def _finish(self, update: WeightUpdate, learner: Node) -> None:
         self.num_finished += 1
-        self.finished.append(round_.record(time.monotonic()))
-        acked = sorted(set(round_.done) - set(round_.failed))
-        result = m.SyncResult(sync_id=round_.sync_id, acked=acked, failed=round_.failed)
-        self._reply(learner.identity, result, round_.learner_sent_seq)
+        self.finished.append(update.record(time.monotonic()))
+        acked = sorted(set(update.done) - set(update.failed))
+        result = m.WeightUpdateResult(update_id=update.update_id, acked=acked, failed=update.failed)
+        self._reply(learner.identity, result, update.learner_sent_seq)
         self._round = None
-        if round_.failed:
+        if update.failed:
             self._standing.break_up()
         if acked:
             self._on_progress()
@@ -218,23 +220,23 @@ class WeightUpdates:
 
     def abort(self, reason: str) -> None:
         """Call the round off, for everybody."""
-        round_, self._round = self._round, None
-        if round_ is None:
+        update, self._round = self._round, None
+        if update is None:
             return
-        log.warning("sync_aborted", tag=str(round_.tag), reason=reason)
+        log.warning("weight_update_aborted", tag=str(update.tag), reason=reason)
         self._standing.break_up()
-        message = m.SyncAborted(sync_id=round_.sync_id, reason=reason)
-        for node_id in round_.members:
+        message = m.WeightUpdateAborted(update_id=update.update_id, reason=reason)
+        for node_id in update.members:
             if node := self._members.nodes.get(node_id):
                 self._reply(node.identity, message)
-        if waiting := round_.learner_sent_seq or (0 if round_.went else round_.learner_ready_seq):
+        if waiting := update.learner_sent_seq or (0 if update.went else update.learner_ready_seq):
             for learner in self._members.of_role("learner"):
                 self._reply(learner.identity, message, waiting)
         else:
             self._untold = message
             self._tell_learner(message, time.monotonic())
 
-    def _tell_learner(self, aborted: m.SyncAborted, now: float) -> None:
+    def _tell_learner(self, aborted: m.WeightUpdateAborted, now: float) -> None:
         self._told_at = now
         for learner in self._members.of_role("learner"):
             self._reply(learner.identity, aborted)

@@ -2,7 +2,7 @@
 
     leases             samples of groups, verdicts          from each node that holds some
     the batch at hand  the commit of its step               from the learner
-    the sync round     ready, or done                       from the members that it misses
+    the weight update     ready, or done                       from the members that it misses
     engines            to hold the current version          a node without it waits for the learner; all of them: the coordinator waits
     roles              a node to join                       from a role that has none
 
@@ -143,21 +143,23 @@ def _step(coordinator: Coordinator, now: float) -> Iterator[WaitRow]:
 
 
 def _round(coordinator: Coordinator, now: float) -> Iterator[WaitRow]:
-    if (round_ := coordinator.updates.round) is None:
+    if (update := coordinator.updates.round) is None:
         return
-    missing = ", ".join(round_.missing())
-    on, what = (missing, "to be loaded" if round_.went else "to be awaited") if missing else ("learner", "to be sent")
-    limit_s = round_.deadline - round_.started_at
-    yield WaitRow(ME, f"weights {round_.tag} {what}", on, now - round_.started_at, limit_s, "run.sync_timeout_s", True)
+    missing = ", ".join(update.missing())
+    on, what = (missing, "to be loaded" if update.went else "to be awaited") if missing else ("learner", "to be sent")
+    limit_s = update.deadline - update.started_at
+    yield WaitRow(
+        ME, f"weights {update.tag} {what}", on, now - update.started_at, limit_s, "run.weight_update_timeout_s", True
+    )
 
 
 def _engines(coordinator: Coordinator, now: float) -> Iterator[tuple[str, str, str]]:
     """Nodes without valid weights, (who, what, on). One that takes them just now, or is tried again soon, is in no circle."""
-    version, round_ = coordinator.pool.version, coordinator.updates.round
+    version, update = coordinator.pool.version, coordinator.updates.round
     nodes = coordinator.members.of_role("rollout")
     without = [node for node in nodes if not is_current(node, version)]
     for node in without:
-        if (round_ is None or node.node_id not in round_.members) and now - node.failed_at > UPDATE_AGAIN_S:
+        if (update is None or node.node_id not in update.members) and now - node.failed_at > UPDATE_AGAIN_S:
             yield node.node_id, f"weights v{version}", "learner"
     if without and len(without) == len(nodes):
         yield ME, f"an engine with weights v{version}", _names(without)

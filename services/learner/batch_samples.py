@@ -108,12 +108,14 @@ def _samples(batch: Batch, arrays: dict[str, Any]) -> list[TrainSample]:
     completions = _split(arrays["completion_ids"], [sample.num_completion_tokens for sample in batch.samples])
     logprobs = _split(arrays["logprobs"], [sample.num_completion_tokens for sample in batch.samples])
     names = [f"sample {sample.sample_index} of group {sample.group_id}" for sample in batch.samples]
-    routes = [None] * len(names)
-    if "routes" in arrays:
-        routes = _split(arrays["routes"], [s.num_prompt_tokens + s.num_completion_tokens - 1 for s in batch.samples])
+    routed_experts = [None] * len(names)
+    if "routed_experts" in arrays:
+        routed_experts = _split(
+            arrays["routed_experts"], [s.num_prompt_tokens + s.num_completion_tokens - 1 for s in batch.samples]
+        )
     return [
-        TrainSample(p, c, lp, 0.0, name, routes=r)
-        for p, c, lp, name, r in zip(prompts, completions, logprobs, names, routes, strict=True)
+        TrainSample(p, c, lp, 0.0, name, routed_experts=r)
+        for p, c, lp, name, r in zip(prompts, completions, logprobs, names, routed_experts, strict=True)
     ]
 
 

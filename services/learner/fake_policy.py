@@ -63,8 +63,8 @@ class FakePolicy:
             entropy=0.0,
             step_s=self._step_s,
             routing_replayed_share=None
-            if all(sample.routes is None for sample in samples)
-            else sum(sample.length for sample in samples if sample.routes is not None)
+            if all(sample.routed_experts is None for sample in samples)
+            else sum(sample.length for sample in samples if sample.routed_experts is not None)
             / sum(sample.length for sample in samples),
         )
 
@@ -129,11 +129,13 @@ class FakePolicy:
 def _check_routes(samples: Sequence[TrainSample], step: int) -> None:
     """What the fake engine tells of each token must have come here with that token."""
     for sample in samples:
-        if sample.routes is None:
+        if sample.routed_experts is None:
             continue
         first = np.concatenate([sample.prompt_ids, sample.completion_ids])[:-1] % 128  # as ``fake_engine.fake_routes``
-        if not np.array_equal(sample.routes.reshape(-1, 4), np.stack([first, first + 128, first + 64, first], axis=1)):
-            raise TrainingError(f"Step {step}: the routes of {sample.name} are not those of its tokens.")
+        if not np.array_equal(
+            sample.routed_experts.reshape(-1, 4), np.stack([first, first + 128, first + 64, first], axis=1)
+        ):
+            raise TrainingError(f"Step {step}: the routed_experts of {sample.name} are not those of its tokens.")
 
 
 def init_world(*, timeout_s: float) -> int:

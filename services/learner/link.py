@@ -61,8 +61,8 @@ class Link:
         self.signum: int | None = None
         self.run_stopped = ""  # the reason, once the coordinator has ended the run
         self._stop_timeout_s = stop_timeout_s
-        self._plan: m.SyncPlan | None = None  # of the last update
-        self._aborted: m.SyncAborted | None = None  # the last one that was
+        self._plan: m.WeightUpdatePlan | None = None  # of the last update
+        self._aborted: m.WeightUpdateAborted | None = None  # the last one that was
         self._work: asyncio.Task[Received] | None = None  # the open question for a batch
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="link", daemon=True)
@@ -97,8 +97,8 @@ class Link:
                 self.run_stopped = message.reason or "the run is over"
                 self._shutdown.set()
                 self._stop.set()
-            elif isinstance(message, m.SyncAborted):
-                log.warning("sync_aborted", reason=message.reason)
+            elif isinstance(message, m.WeightUpdateAborted):
+                log.warning("weight_update_aborted", reason=message.reason)
                 self._aborted = message
                 await self._call_off(message)
 
@@ -113,19 +113,19 @@ class Link:
         await asyncio.sleep(END_GRACE_S)
         end_process(error)
 
-    async def _call_off(self, aborted: m.SyncAborted) -> None:
+    async def _call_off(self, aborted: m.WeightUpdateAborted) -> None:
         """The training thread, or another rank's, may sit in a broadcast that will never end by itself."""
         plan = self._plan
-        if plan is None or plan.sync_id != aborted.sync_id or not plan.members:
+        if plan is None or plan.update_id != aborted.update_id or not plan.members:
             return
         try:
             await asyncio.to_thread(
-                abort_group, plan.stores, plan.group_key, aborted.reason, timeout_s=self.run.sync_timeout_s
+                abort_group, plan.stores, plan.group_key, aborted.reason, timeout_s=self.run.weight_update_timeout_s
             )
         except RuntimeError as error:  # a rank of ours is gone, and the world ends
-            log.warning("sync_abort_failed", error=str(error))
+            log.warning("weight_update_abort_failed", error=str(error))
 
-    async def _begin(self, plan: m.SyncPlan) -> None:
+    async def _begin(self, plan: m.WeightUpdatePlan) -> None:
         """Take part in an update. That it is off may have come before this, for pushes and answers are taken in by different tasks."""
         self._plan = plan
         if self._aborted is not None:
@@ -149,7 +149,7 @@ class Link:
         return self.signum is not None or bool(self.run_stopped)
 
     def next_work(self, step: int, *, within_s: float | None = None) -> Received | NotYet | None:
-        """The answer to ``BatchRequest(step)``: Batch, Resync or EndOfData. None: stop.
+        """The answer to ``BatchRequest(step)``: Batch, WeightUpdateNeeded or EndOfData. None: stop.
 
         ``NotYet`` after ``within_s``: the request stays open, and the next call for the step goes on waiting for it.
         """
@@ -190,7 +190,7 @@ class Link:
             PeerError: refused, or the coordinator is gone.
         """
         answer = self._call(self._ask(message, what, timeout_s, limit_key)).message
-        if isinstance(answer, m.SyncPlan):
+        if isinstance(answer, m.WeightUpdatePlan):
             self._call(self._begin(answer))
         return answer
 
@@ -220,7 +220,7 @@ class Link:
 
     def _who_answers(self, message: m.Message) -> str:
         """The coordinator passes the engines' answers on: within an update the wait is for them."""
-        if isinstance(message, m.SyncReady | m.SyncSent) and self._plan is not None and self._plan.members:
+        if isinstance(message, m.WeightUpdateReady | m.TransferDone) and self._plan is not None and self._plan.members:
             return ", ".join(member.node_id for member in self._plan.members)
         return "coordinator"
 

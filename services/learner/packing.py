@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ConfigError
-from services.learner.routes import Routes, place_routes
+from services.learner.routed_experts import Routes, place_routes
 
 # What the second part of a shared piece's attention costs beyond its flops (calls, the merge), in tokens for each suffix: see
 # bench/results/learner.md.
@@ -34,7 +34,7 @@ class TrainSample:
     ``prompt_ids``: int32[P], P >= 1. ``completion_ids``: int32[C]. ``logprobs``: float32[C], the engine's log-prob of each
     completion token. ``advantage``: of the whole completion. ``name``: for messages. ``start_logprobs``, ``reference_logprobs``:
     float32[C], log-probs by the weights at the start of the step and by the start model, where the objective needs them.
-    ``routes``: [P + C - 1, layers, k], the engine's experts, where they are to be replayed; see ``routes``.
+    ``routed_experts``: [P + C - 1, layers, k], the engine's experts, where they are to be replayed; see ``routed_experts``.
 
     Raises:
         ValueError: an empty prompt, or arrays whose lengths differ.
@@ -47,7 +47,7 @@ class TrainSample:
     name: str = ""
     start_logprobs: NDArray[np.float32] | None = None
     reference_logprobs: NDArray[np.float32] | None = None
-    routes: Routes | None = None
+    routed_experts: Routes | None = None
 
     def __post_init__(self) -> None:
         if not len(self.prompt_ids):
@@ -92,7 +92,7 @@ class MicroBatch:
     ``loss_positions``: int64[L], rising, the position that predicts each completion token. ``labels``: int64[L], that token.
     ``loss_mask``: bool[L], whether it counts. ``behaviour_logprobs``, ``advantages``: float32[L]. The rows are the samples of
     ``sample_indices`` in order, each with its completion in order. A micro-batch without any has one row that doesn't count.
-    ``slots``, ``start_logprobs``, ``reference_logprobs``: see ``add_columns``. ``routes``: int16[T, layers, k], see ``routes``.
+    ``slots``, ``start_logprobs``, ``reference_logprobs``: see ``add_columns``. ``routed_experts``: int16[T, layers, k], see ``routed_experts``.
     """
 
     tokens: NDArray[np.int64]
@@ -108,7 +108,7 @@ class MicroBatch:
     slots: NDArray[np.int64] | None = None
     start_logprobs: NDArray[np.float32] | None = None
     reference_logprobs: NDArray[np.float32] | None = None
-    routes: NDArray[np.int16] | None = None
+    routed_experts: NDArray[np.int16] | None = None
 
 
 def sequence_cost(length: int, *, hidden_size: int) -> float:
@@ -201,7 +201,7 @@ def _same_prompts(samples: Sequence[TrainSample]) -> list[list[int]]:
     groups: dict[bytes | int, list[int]] = {}
     for i, sample in enumerate(samples):
         # A sample without a completion has no positions, and nothing to share.
-        experts = b"" if sample.routes is None else sample.routes[: sample.prefix].tobytes()
+        experts = b"" if sample.routed_experts is None else sample.routed_experts[: sample.prefix].tobytes()
         key = sample.prompt_ids.tobytes() + experts if len(sample.completion_ids) else i
         groups.setdefault(key, []).append(i)
     return list(groups.values())
@@ -293,13 +293,13 @@ def pack(samples: Sequence[TrainSample], pieces: Sequence[Piece], *, alignment: 
     """The pieces in that order, then padding up to a multiple of ``alignment`` (at least one position)."""
     segments, firsts, shared = [], [], []  # token ids and first position id of each segment
     loss_positions, indices, at = [], [], 0
-    routes: list[Routes | None] = []  # of each segment
+    routed_experts: list[Routes | None] = []  # of each segment
     for piece in pieces:
         start = at
         if piece.prefix:
             segments.append(samples[piece.indices[0]].prompt_ids[: piece.prefix])
             firsts.append(0)
-            routes.append(_rows_from(samples[piece.indices[0]].routes, 0, piece.prefix))
+            routed_experts.append(_rows_from(samples[piece.indices[0]].routed_experts, 0, piece.prefix))
             at += piece.prefix
         for i in piece.indices:
             sample, skipped = samples[i], piece.prefix
@@ -308,7 +308,7 @@ def pack(samples: Sequence[TrainSample], pieces: Sequence[Piece], *, alignment: 
                 continue
             segments.append(np.concatenate([sample.prompt_ids[skipped:], sample.completion_ids[:-1]]))
             firsts.append(skipped)
-            routes.append(_rows_from(sample.routes, skipped, None))
+            routed_experts.append(_rows_from(sample.routed_experts, skipped, None))
             at += len(segments[-1])
             loss_positions.append(np.arange(at - len(sample.completion_ids), at))
         if piece.prefix:
@@ -317,7 +317,7 @@ def pack(samples: Sequence[TrainSample], pieces: Sequence[Piece], *, alignment: 
     if total > at:
         segments.append(np.zeros(total - at, np.int64))
         firsts.append(0)
-        routes.append(None)
+        routed_experts.append(None)
     lengths = [len(segment) for segment in segments]
     rows = _rows([samples[i] for i in indices if len(samples[i].completion_ids)])
     return MicroBatch(
@@ -329,13 +329,13 @@ def pack(samples: Sequence[TrainSample], pieces: Sequence[Piece], *, alignment: 
         shared=tuple(shared),
         loss_positions=np.concatenate(loss_positions or [np.zeros(1)]).astype(np.int64),
         sample_indices=tuple(indices),
-        routes=place_routes(list(zip(lengths, routes, strict=True))),
+        routed_experts=place_routes(list(zip(lengths, routed_experts, strict=True))),
         **rows,
     )
 
 
-def _rows_from(routes: Routes | None, start: int, end: int | None) -> Routes | None:
-    return None if routes is None else routes[start:end]
+def _rows_from(routed_experts: Routes | None, start: int, end: int | None) -> Routes | None:
+    return None if routed_experts is None else routed_experts[start:end]
 
 
 def _rows(samples: Sequence[TrainSample]) -> dict[str, NDArray[Any]]:

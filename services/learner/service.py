@@ -1,9 +1,9 @@
 """The learner's loop: a batch in, an optimizer step, the new version out.
 
-    consumes:    Batch, Resync, EndOfData
+    consumes:    Batch, WeightUpdateNeeded, EndOfData
     produces:    the policy's next version in every engine; StepCommitted; checkpoints; the Hugging Face export
     waits for:   the coordinator's batch; the engines during an update
-    unblocked by: enough judged groups; a Resync when engines without valid weights would otherwise keep it waiting
+    unblocked by: enough judged groups; a WeightUpdateNeeded when engines without valid weights would otherwise keep it waiting
 
 Every rank of the world (``launch.py``) runs this loop. Rank 0 alone talks to the coordinator, and what it hears goes to the others
 as the same bytes.
@@ -59,7 +59,9 @@ class Learner:
         self.incarnation = world.share_int(incarnation, "the run's incarnation")
         host = config.host or own_address_towards(run.address)
         dtype = None if config.publish_dtype == "parameters" else getattr(torch, config.publish_dtype)
-        self.sender = WeightSender(policy, host=host, timeout_s=run.sync_timeout_s, dtype=dtype, waits=world.waits)
+        self.sender = WeightSender(
+            policy, host=host, timeout_s=run.weight_update_timeout_s, dtype=dtype, waits=world.waits
+        )
         self.stores = world.gather_text(self.sender.address, "the addresses of all senders")
 
     def _join(self, node_id: str) -> Link:
@@ -84,7 +86,7 @@ class Learner:
                     metrics = self._train(batch, work.arrays)
                     if not self._hand_over(metrics, publish=batch.publish):
                         return self._leave()
-                case m.Resync():
+                case m.WeightUpdateNeeded():
                     self._resync()
                 case m.EndOfData() as end:
                     log.info("end_of_data", reason=end.reason)
@@ -178,7 +180,7 @@ class Learner:
         return bool(self.world.share_int(told, "whether to stop"))
 
     def _publish(self, *, only_fenced: bool) -> dict[str, float]:
-        request = m.SyncRequest(
+        request = m.WeightUpdateRequest(
             tag=m.VersionTag(version=self.step, incarnation=self.incarnation),
             stores=self.stores,
             only_fenced=only_fenced,
@@ -187,10 +189,10 @@ class Learner:
         self.world.progress.phase(f"the update of the engines to {request.tag}")
         done = publish(self.sender, request, ask=self._ask, agree=self.world.first_text)
         return {
-            "time/publish_s": time.monotonic() - started,
-            "sync/bytes": float(done.num_bytes),
-            "sync/acked": float(len(done.acked)),
-            "sync/failed": float(len(done.failed)),
+            "time/weight_update_s": time.monotonic() - started,
+            "weight_update/bytes": float(done.num_bytes),
+            "weight_update/acked": float(len(done.acked)),
+            "weight_update/failed": float(len(done.failed)),
         }
 
     def _commit(self, metrics: dict[str, float]) -> None:
@@ -277,7 +279,7 @@ class Learner:
         answer, error = None, None
         if self.link:
             # Of an update the coordinator's own limit comes first. What it has to keep may wait for space on its disk.
-            limit = (self.run_config.sync_timeout_s * 1.5, "run.sync_timeout_s")
+            limit = (self.run_config.weight_update_timeout_s * 1.5, "run.weight_update_timeout_s")
             if isinstance(message, m.StepCommitted | m.LearnerDone):
                 limit = (self.run_config.ack_timeout_s, "run.ack_timeout_s")
             try:

@@ -12,7 +12,7 @@ from common.errors import TrainingError
 from services.learner.architecture import Architecture
 from services.learner.config import OptimizerConfig
 from services.learner.packing import TrainSample
-from services.learner.routes import routes_problem
+from services.learner.routed_experts import routed_experts_problem
 
 
 def check_samples(samples: Sequence[TrainSample], arch: Architecture, *, step: int) -> None:
@@ -42,8 +42,8 @@ def _wrong(sample: TrainSample, arch: Architecture) -> str:
         return (
             f"a token outside of the vocabulary of {arch.vocab_size}: {int(ids.min() if ids.min() < 0 else ids.max())}"
         )
-    return routes_problem(
-        sample.routes,
+    return routed_experts_problem(
+        sample.routed_experts,
         len(ids) - 1,
         num_layers=arch.num_layers,
         experts_per_token=arch.experts_per_token,

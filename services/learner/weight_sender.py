@@ -1,6 +1,6 @@
 """The sending side of a weight update: one sender for each pipeline stage, which broadcasts its own layers to all engines.
 
-See ``services/coordinator/sync.py`` for the sequence. All ranks of the learner call ``publish`` together: tensor ranks gather
+See ``services/coordinator/weight_update.py`` for the sequence. All ranks of the learner call ``publish`` together: tensor ranks gather
 their slices, and only the senders talk to engines.
 """
 
@@ -61,7 +61,7 @@ class WeightSender:
         if policy.is_sender:
             self._store, self.address = weights.serve_store(host, timeout_s=timeout_s)
 
-    def join(self, plan: m.SyncPlan) -> str:
+    def join(self, plan: m.WeightUpdatePlan) -> str:
         """Form this sender's group, or keep it. Returns an error text, or ''."""
         if (
             not self._policy.is_sender
@@ -81,7 +81,7 @@ class WeightSender:
         self._group_key = plan.group_key
         return ""
 
-    def send(self, plan: m.SyncPlan) -> tuple[int, str]:
+    def send(self, plan: m.WeightUpdatePlan) -> tuple[int, str]:
         """Send this stage. Ranks that are no senders only take part in the gathering. Returns (bytes, error text or '')."""
         tensors = self._policy.iter_hf_tensors(self._dtype)
         if not plan.members:
@@ -99,10 +99,10 @@ class WeightSender:
                 pass
             return 0, f"stage {self._policy.stage} lost an engine while sending: {error}"
 
-    def _wait(self, what: str, plan: m.SyncPlan) -> AbstractContextManager[Wait]:
+    def _wait(self, what: str, plan: m.WeightUpdatePlan) -> AbstractContextManager[Wait]:
         """The coordinator ends the update at its own limit; this one is over only if that could not reach us."""
         timeout_s = 1.5 * plan.timeout_s
-        return self._waits.named(what, on=_names(plan), timeout_s=timeout_s, limit_key="run.sync_timeout_s")
+        return self._waits.named(what, on=_names(plan), timeout_s=timeout_s, limit_key="run.weight_update_timeout_s")
 
     def leave(self) -> None:
         """Close the group."""
@@ -111,13 +111,13 @@ class WeightSender:
         self._group, self._group_key = None, ""
 
 
-def _names(plan: m.SyncPlan) -> str:
+def _names(plan: m.WeightUpdatePlan) -> str:
     return ", ".join(member.node_id for member in plan.members)
 
 
 def publish(
     sender: WeightSender,
-    request: m.SyncRequest,
+    request: m.WeightUpdateRequest,
     *,
     ask: Callable[[m.Message, str], m.Message],
     agree: Callable[[str], str],
@@ -135,27 +135,27 @@ def publish(
     for _ in range(max_attempts):
         started = time.monotonic()
         plan = ask(request, f"a plan to publish {request.tag}")
-        assert isinstance(plan, m.SyncPlan)
+        assert isinstance(plan, m.WeightUpdatePlan)
         if error := agree(sender.join(plan)):
-            ask(m.SyncFailed(sync_id=plan.sync_id, error=error), "the end of a failed update")
+            ask(m.WeightUpdateFailed(update_id=plan.update_id, error=error), "the end of a failed update")
             sender.leave()
             reasons.append(error)
             continue
-        answer = ask(m.SyncReady(sync_id=plan.sync_id), f"all engines to be ready for {request.tag}")
-        if isinstance(answer, m.SyncGo):
+        answer = ask(m.WeightUpdateReady(update_id=plan.update_id), f"all engines to be ready for {request.tag}")
+        if isinstance(answer, m.TransferStart):
             num_bytes, error = sender.send(plan)
             if error := agree(error):
-                ask(m.SyncFailed(sync_id=plan.sync_id, error=error), "the end of a failed update")
+                ask(m.WeightUpdateFailed(update_id=plan.update_id, error=error), "the end of a failed update")
                 sender.leave()
                 reasons.append(error)
                 continue
-            sent = m.SyncSent(sync_id=plan.sync_id, num_bytes=num_bytes, send_s=time.monotonic() - started)
+            sent = m.TransferDone(update_id=plan.update_id, num_bytes=num_bytes, send_s=time.monotonic() - started)
             answer = ask(sent, f"all engines to hold {request.tag}")
-        if isinstance(answer, m.SyncResult):
+        if isinstance(answer, m.WeightUpdateResult):
             if answer.failed:
                 sender.leave()
             return Published(num_bytes, time.monotonic() - started, answer.acked, answer.failed)
-        assert isinstance(answer, m.SyncAborted)
+        assert isinstance(answer, m.WeightUpdateAborted)
         sender.leave()
         reasons.append(answer.reason)
         log.warning("publish_again", version=str(request.tag), reason=answer.reason)

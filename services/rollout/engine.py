@@ -8,7 +8,7 @@ from typing import Protocol
 
 from common.errors import ForebayError
 from protocol.codec import Array
-from protocol.messages import Sampling, SyncMember, SyncPlan
+from protocol.messages import Sampling, WeightUpdateMember, WeightUpdatePlan
 from protocol.versions import Segment, VersionTag
 
 
@@ -17,7 +17,7 @@ class Completion:
     """One finished completion: ``prompt_ids`` int32 [P], ``completion_ids`` int32 [C], ``logprobs`` float32 [C].
 
     ``logprobs`` are of the sampled tokens under softmax(logits / temperature) over the whole vocabulary, by the weights of the
-    token's segment. ``routes``: with ``run.routing_replay`` the experts of each token but the last, uint8 or uint16
+    token's segment. ``routed_experts``: with ``run.routing_replay`` the experts of each token but the last, uint8 or uint16
     [P + C - 1, layers, k], as they were when its log-prob, or for the prompt its keys and values, were computed.
     """
 
@@ -28,7 +28,7 @@ class Completion:
     text: str
     finish_reason: str
     segments: list[Segment]
-    routes: Array | None = None
+    routed_experts: Array | None = None
 
 
 class PromptTooLong(Exception):
@@ -63,10 +63,10 @@ class Engine(Protocol):
             EngineDied: at any time.
         """
 
-    async def form_groups(self, plan: SyncPlan, member: SyncMember) -> None:
+    async def form_groups(self, plan: WeightUpdatePlan, member: WeightUpdateMember) -> None:
         """Form the process groups of ``plan``, or keep them if its ``group_key`` is that of the last one."""
 
-    async def update_weights(self, plan: SyncPlan) -> float:
+    async def update_weights(self, plan: WeightUpdatePlan) -> float:
         """Receive and use the weights of ``plan``; returns the seconds that generation stood still.
 
         Raises:

@@ -18,7 +18,7 @@ import numpy as np
 from common.errors import ForebayError
 from protocol import weights
 from protocol.codec import Array
-from protocol.messages import Sampling, SyncMember, SyncPlan
+from protocol.messages import Sampling, WeightUpdateMember, WeightUpdatePlan
 from protocol.versions import Segment, VersionTag
 from services.rollout.config import FakeEngineConfig
 from services.rollout.engine import Completion, EngineDied, PromptTooLong
@@ -29,8 +29,10 @@ class FakeEngine:
 
     num_workers = 1
 
-    def __init__(self, config: FakeEngineConfig, *, max_prompt_tokens: int, tells_routes: bool = False) -> None:
-        self.config, self._tells_routes = config, tells_routes
+    def __init__(
+        self, config: FakeEngineConfig, *, max_prompt_tokens: int, returns_routed_experts: bool = False
+    ) -> None:
+        self.config, self._tells_routes = config, returns_routed_experts
         self.holds = VersionTag(version=0)
         self.received: dict[str, Any] = {}
         self._max_prompt_tokens = max_prompt_tokens
@@ -91,7 +93,7 @@ class FakeEngine:
                 text=self.config.completion.replace("{sample}", f"{seed}-{sample_index}"),
                 finish_reason="stop",
                 segments=segments,
-                routes=fake_routes(prompt_ids, completion_ids) if self._tells_routes else None,
+                routed_experts=fake_routes(prompt_ids, completion_ids) if self._tells_routes else None,
             )
 
     def _logprob(self) -> float:
@@ -100,7 +102,7 @@ class FakeEngine:
             return -1.0
         return weight_logprob(float(self.received["weight"][0]))
 
-    async def form_groups(self, plan: SyncPlan, member: SyncMember) -> None:
+    async def form_groups(self, plan: WeightUpdatePlan, member: WeightUpdateMember) -> None:
         """Join the group of each sender: a trainer has one for each pipeline stage."""
         if not self._groups or plan.group_key != self._group_key:
             await self.leave_groups()
@@ -108,7 +110,7 @@ class FakeEngine:
                 self._groups.append(await asyncio.to_thread(_join, plan, address, member.first_rank))
             self._group_key = plan.group_key
 
-    async def update_weights(self, plan: SyncPlan) -> float:
+    async def update_weights(self, plan: WeightUpdatePlan) -> float:
         """Receive into a dict."""
         if self.config.fail_update_at and plan.tag.version == self.config.fail_update_at:
             raise ForebayError("the fake engine was told to fail this update")
@@ -154,7 +156,7 @@ def _is_in(text: str, prompt: str) -> bool:
     return text != "" and text in prompt
 
 
-def _join(plan: SyncPlan, address: str, rank: int) -> weights.BroadcastGroup:
+def _join(plan: WeightUpdatePlan, address: str, rank: int) -> weights.BroadcastGroup:
     import torch
 
     store = weights.group_store(weights.connect_store(address, timeout_s=plan.timeout_s), plan.group_key)

@@ -1,9 +1,9 @@
 """A rollout node's loop: leases in, finished completions out, new weights whenever the learner has some.
 
-    consumes:    GenerateLease, SyncPlan, CancelLease, Shutdown
-    produces:    SampleResult for each finished completion, SyncReady, SyncDone
+    consumes:    GenerateLease, WeightUpdatePlan, CancelLease, Shutdown
+    produces:    SampleResult for each finished completion, WeightUpdateReady, WeightsLoaded
     waits for:   pushes of the coordinator; the engine
-    unblocked by: the coordinator's leases and sync rounds; a node that holds no valid weights gets no leases
+    unblocked by: the coordinator's leases and weight updates; a node that holds no valid weights gets no leases
 
 One task for each lease, so a lease that fails takes nothing with it; one task at a time for weight updates.
 """
@@ -50,8 +50,8 @@ class RolloutNode:
             0  # that the coordinator is known to have in its ledger: delivered, or thrown away while this node was idle
         )
         self._idle_tokens: int | None = None  # generated at the last heartbeat, if no lease was open
-        self._sync_id = 0  # of the last plan
-        self._sync: asyncio.Task[None] | None = None
+        self._update_id = 0  # of the last plan
+        self._weight_update: asyncio.Task[None] | None = None
         self._idle = Idle(
             waits, "leases", on="coordinator", timeout_s=run.idle_timeout_s, limit_key="run.idle_timeout_s"
         )
@@ -84,8 +84,8 @@ class RolloutNode:
             await stop.interrupts(self.channel.guard(self._serve_pushes()))
         finally:
             self._idle.set(False)
-            if self._sync is not None:
-                self._sync.cancel()  # not awaited: it may sit in a broadcast, and the engine is about to close
+            if self._weight_update is not None:
+                self._weight_update.cancel()  # not awaited: it may sit in a broadcast, and the engine is about to close
             await self._drain()
 
     async def _serve_pushes(self) -> None:
@@ -101,15 +101,17 @@ class RolloutNode:
                         self._settled_tokens = self._idle_tokens
                     for lease_id in message.lost_lease_ids:
                         self._cancel(lease_id)
-                case m.SyncPlan():
-                    if message.sync_id > self._sync_id:  # else it came twice, or a later one overtook it
-                        await self._cancel_sync()
-                        self._sync_id = message.sync_id
-                        self._sync = asyncio.create_task(self._take_weights(message))
-                case m.SyncAborted():
-                    if message.sync_id >= self._sync_id:  # it may have overtaken its plan, which then begins nothing
-                        self._sync_id = message.sync_id
-                        await self._cancel_sync()
+                case m.WeightUpdatePlan():
+                    if message.update_id > self._update_id:  # else it came twice, or a later one overtook it
+                        await self._cancel_weight_update()
+                        self._update_id = message.update_id
+                        self._weight_update = asyncio.create_task(self._take_weights(message))
+                case m.WeightUpdateAborted():
+                    if (
+                        message.update_id >= self._update_id
+                    ):  # it may have overtaken its plan, which then begins nothing
+                        self._update_id = message.update_id
+                        await self._cancel_weight_update()
                         await self._leave_groups(message)
                 case m.Shutdown():
                     log.info("shutdown", reason=message.reason)
@@ -206,8 +208,8 @@ class RolloutNode:
             "completion_ids": completion.completion_ids,
             "logprobs": completion.logprobs,
         }
-        if completion.routes is not None:
-            arrays["routes"] = completion.routes
+        if completion.routed_experts is not None:
+            arrays["routed_experts"] = completion.routed_experts
         await self._tell(
             result, f"acknowledgement of sample {completion.sample_index} of group {lease.group_id}", arrays=arrays
         )
@@ -230,26 +232,26 @@ class RolloutNode:
 
     # ---- weights ----
 
-    async def _take_weights(self, plan: m.SyncPlan) -> None:
+    async def _take_weights(self, plan: m.WeightUpdatePlan) -> None:
         member = next((member for member in plan.members if member.node_id == self.channel.node_id), None)
         if member is None:
             return
         started = time.monotonic()
         # The coordinator ends the update at its own limit; these are over only if that could not reach us.
-        limit: Any = {"timeout_s": 1.5 * plan.timeout_s, "limit_key": "run.sync_timeout_s"}
+        limit: Any = {"timeout_s": 1.5 * plan.timeout_s, "limit_key": "run.weight_update_timeout_s"}
         try:
             with self.waits.named(f"a weight group for {plan.tag}", on="learner", **limit):
                 await self.engine.form_groups(plan, member)
             with self.waits.named(f"go for {plan.tag}", on="coordinator", **limit):
-                answer = (await self.channel.request(m.SyncReady(sync_id=plan.sync_id))).message
+                answer = (await self.channel.request(m.WeightUpdateReady(update_id=plan.update_id))).message
             if isinstance(
-                answer, m.SyncAborted
+                answer, m.WeightUpdateAborted
             ):  # its push was lost; or the coordinator has restarted, or given up on this node
                 await self._leave_groups(answer)
                 return
             with self.waits.named(f"weights {plan.tag}", on="learner", **limit):
                 pause_s = await self._update(plan)
-            done = m.SyncDone(sync_id=plan.sync_id, receive_s=time.monotonic() - started, pause_s=pause_s)
+            done = m.WeightsLoaded(update_id=plan.update_id, receive_s=time.monotonic() - started, pause_s=pause_s)
             await self._tell(done, f"acknowledgement of weights {plan.tag}")
             log.info("weights_updated", version=str(plan.tag), pause_s=round(pause_s, 3))
         except (PeerError, WaitTimeout):
@@ -258,10 +260,10 @@ class RolloutNode:
             self._fail(error)
         except Exception as error:  # any failure of an update is told, and the node serves on with its old weights
             log.exception("weight_update_failed", version=str(plan.tag))
-            failed = m.SyncFailed(sync_id=plan.sync_id, error=f"{type(error).__name__}: {error}")
+            failed = m.WeightUpdateFailed(update_id=plan.update_id, error=f"{type(error).__name__}: {error}")
             await self._tell(failed, f"acknowledgement that weights {plan.tag} failed")
 
-    async def _update(self, plan: m.SyncPlan) -> float:
+    async def _update(self, plan: m.WeightUpdatePlan) -> float:
         """Seconds that generation stood still; a failed update's count in the sum, too."""
         started = time.monotonic()
         try:
@@ -269,14 +271,14 @@ class RolloutNode:
         finally:
             self._paused_s += time.monotonic() - started
 
-    async def _leave_groups(self, aborted: m.SyncAborted) -> None:
-        log.warning("sync_aborted", reason=aborted.reason)
+    async def _leave_groups(self, aborted: m.WeightUpdateAborted) -> None:
+        log.warning("weight_update_aborted", reason=aborted.reason)
         await self.engine.leave_groups()
 
-    async def _cancel_sync(self) -> None:
-        if self._sync is not None and not self._sync.done():
-            self._sync.cancel()
-            await asyncio.gather(self._sync, return_exceptions=True)
+    async def _cancel_weight_update(self) -> None:
+        if self._weight_update is not None and not self._weight_update.done():
+            self._weight_update.cancel()
+            await asyncio.gather(self._weight_update, return_exceptions=True)
 
 
 def _given_back(lease: m.GenerateLease) -> m.LeaseCancelled:
@@ -297,7 +299,9 @@ def make_engine(run: RunConfig, config: RolloutConfig) -> Engine:
     if config.engine == "fake":
         from services.rollout.fake_engine import FakeEngine
 
-        return FakeEngine(config.fake, max_prompt_tokens=run.max_prompt_tokens, tells_routes=run.routing_replay)
+        return FakeEngine(
+            config.fake, max_prompt_tokens=run.max_prompt_tokens, returns_routed_experts=run.routing_replay
+        )
     if not (run.model / "config.json").is_file():
         raise ConfigError(f"No Hugging Face checkpoint at {run.model.resolve()} (run.model): config.json is missing.")
     from services.rollout.vllm_engine import VllmEngine

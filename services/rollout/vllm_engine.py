@@ -32,7 +32,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from common.errors import ConfigError, ForebayError
 from protocol.codec import Array
 from protocol.config import RunConfig
-from protocol.messages import Sampling, SyncMember, SyncPlan
+from protocol.messages import Sampling, WeightUpdateMember, WeightUpdatePlan
 from protocol.versions import Segment, VersionTag
 from services.rollout.config import RolloutConfig
 from services.rollout.engine import Completion, EngineDied, PromptTooLong
@@ -178,10 +178,10 @@ class VllmEngine:
         assert final is not None
         completion = _completion(sample_index, prompt_ids, final.outputs[0])
         if self.run.routing_replay:
-            return dataclasses.replace(completion, routes=_routes(completion, final.outputs[0]))
+            return dataclasses.replace(completion, routed_experts=_routes(completion, final.outputs[0]))
         return completion
 
-    async def form_groups(self, plan: SyncPlan, member: SyncMember) -> None:
+    async def form_groups(self, plan: WeightUpdatePlan, member: WeightUpdateMember) -> None:
         """All workers join the senders' groups, unless they are in them already."""
         if plan.group_key == self._group_key:
             return
@@ -197,7 +197,7 @@ class VllmEngine:
             await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
         self._group_key = plan.group_key
 
-    async def update_weights(self, plan: SyncPlan) -> float:
+    async def update_weights(self, plan: WeightUpdatePlan) -> float:
         """Pause with requests kept, receive, load, label, resume.
 
         In ``keep`` mode requests stay where they are and go on with the new weights; their next tokens start a new segment.
@@ -254,14 +254,14 @@ def _routes(completion: Completion, output: CompletionOutput) -> Array:
     Raises:
         ForebayError: vLLM has not told those of all these tokens.
     """
-    routes = output.routed_experts
+    routed_experts = output.routed_experts
     num_rows = len(completion.prompt_ids) + len(completion.completion_ids) - 1
-    if routes is None or len(routes) != num_rows:
+    if routed_experts is None or len(routed_experts) != num_rows:
         raise ForebayError(
-            f"vLLM told the experts of {0 if routes is None else len(routes)} tokens of {num_rows}, and run.routing_replay needs all. "
+            f"vLLM told the experts of {0 if routed_experts is None else len(routed_experts)} tokens of {num_rows}, and run.routing_replay needs all. "
             "Set it to false, or report this with vLLM's version."
         )
-    return routes
+    return routed_experts
 
 
 def _require_routes() -> None:

@@ -22,7 +22,7 @@ from protocol import weights
 
 @dataclass
 class ReceiverInit(WeightTransferInitInfo):
-    """The groups to join: see ``messages.SyncPlan``."""
+    """The groups to join: see ``messages.WeightUpdatePlan``."""
 
     stores: list[str]
     group_key: str

@@ -71,7 +71,9 @@ def train(model: Path, out: Path, overrides: dict, *, num_steps: int = 3) -> dic
     seen["again"] = dataclasses.asdict(policy.train_step(samples, total_steps_done=num_steps))
     if (arch := policy.model.arch).is_moe:
         sizes = (arch.num_layers, arch.experts_per_token, arch.num_experts)
-        routed = [dataclasses.replace(s, routes=random_routes(s, *sizes, seed=i)) for i, s in enumerate(samples)]
+        routed = [
+            dataclasses.replace(s, routed_experts=random_routes(s, *sizes, seed=i)) for i, s in enumerate(samples)
+        ]
         seen["routed_logprobs"] = [part.tolist() for part in policy.logprobs(routed)]
         seen["routed"] = dataclasses.asdict(policy.train_step(routed, total_steps_done=num_steps + 1))
     seen["sent"] = [name for name, _, _ in sent]

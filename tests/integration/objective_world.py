@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from learner_reference import OBJECTIVES
 from safetensors.torch import load_file, save_file
 
 from services.learner.config import LearnerConfig, ObjectiveConfig
@@ -21,6 +20,7 @@ from services.learner.megatron.model import leave_world
 from services.learner.megatron.policy import MegatronPolicy
 from services.learner.packing import TrainSample
 from services.learner.policy import StepStats
+from tests.learner_reference import OBJECTIVES
 
 # Over tensor ranks the objectives differ in nothing but the entropy: a few will do.
 LAYOUTS: dict[str, tuple[dict, tuple[str, ...]]] = {

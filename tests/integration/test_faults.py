@@ -1,4 +1,4 @@
-"""Every case of ``forebay faults`` as a test of its own, and a short soak."""
+"""Every case of ``make faults`` as a test of its own, and a short soak."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import time
 import pytest
 from rich.console import Console
 
-from services.faults.case import run_case
-from services.faults.cases.table import all_cases
-from services.faults.processes import Role, assert_gone, descendants
-from services.faults.soak import Soak
+from tests.faults.case import run_case
+from tests.faults.cases.table import all_cases
+from tests.faults.processes import Role, assert_gone, descendants
+from tests.faults.soak import Soak
 
 
 def _params():
@@ -42,8 +42,8 @@ def test_15_random_kills_lose_nothing(tmp_path):
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_suite_leaves_no_process(tmp_path, signum):
-    words = ["faults", "--case", "freeze-rollout", "--keep", str(tmp_path)]
-    suite = Role("suite", [sys.executable, "-m", "services.cli", *words], tmp_path / "suite.log")
+    words = ["--case", "freeze-rollout", "--keep", str(tmp_path)]
+    suite = Role("suite", [sys.executable, "-m", "tests.faults", *words], tmp_path / "suite.log")
     try:
         deadline = time.monotonic() + 200
         while len(children := descendants(suite.pid)) < 4:  # the warm one, and three roles

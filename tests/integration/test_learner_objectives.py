@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from hf_models import make_model
-from learner_reference import OBJECTIVES, Sequence, reference_loss
 from learner_tools import REPO, run_world, weights
 from learner_tools import make_policy as make_training_policy
 from megatron_world import make_samples, save_checkpoint
@@ -22,6 +21,7 @@ from common.errors import InvariantError, TrainingError
 from services.learner.config import ObjectiveConfig
 from services.learner.packing import TrainSample
 from services.learner.updates import plan_updates
+from tests.learner_reference import OBJECTIVES, Sequence, reference_loss
 
 VOCAB_SIZE, LENGTH = 99, 12
 

@@ -10,10 +10,10 @@ import sys
 import time
 
 from loop_harness import ROOT, Role, Run
-from polling import block_until
 
 from protocol.codec import peek
-from services.faults.proxy import body_of
+from tests.faults.proxy import body_of
+from tests.polling import block_until
 
 
 def error_of(role):
@@ -225,7 +225,7 @@ def test_a_step_whose_commit_still_reaches_the_coordinator_is_kept_without_a_pub
         run.assert_all_exit(*roles.values())
         summary = run.assert_stopped()
         assert summary["version"] == 2
-        assert summary["num_syncs"] == 1, "no engine is left that would want the last one"
+        assert summary["num_weight_updates"] == 1, "no engine is left that would want the last one"
 
 
 def test_a_process_that_stood_still_says_so_and_goes_on(tmp_path):

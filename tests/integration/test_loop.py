@@ -1,7 +1,7 @@
 """The whole loop with the fake engine and policy, through the real transport, journal, sandbox, broadcast and processes.
 
 ``Run.assert_finished`` is the common end: all steps once, the ledger closed, and a weight that follows from the journal. What faults do
-to it is in ``services/faults`` (``test_faults.py``).
+to it is in ``tests/faults`` (``test_faults.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def test_roles_that_start_before_the_coordinator_join_it_and_the_run_ends_with_0
         roles.append(run.start("coordinator"))
         run.assert_all_exit(*roles)
         summary = run.assert_finished()
-        assert summary["num_syncs"] == 5
+        assert summary["num_weight_updates"] == 5
         assert max(int(age) for age in summary["staleness_counts"]) <= 2
         assert summary["ledger"]["in_flight"] == 0
 

@@ -1,6 +1,6 @@
 """Routing replay on one rank: tokens go to the experts that the engine names, with the trainer's own weights and gradient.
 
-In every layout: test_megatron_world.py, whose worlds of models with experts replay routes too.
+In every layout: test_megatron_world.py, whose worlds of models with experts replay routed_experts too.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def make_policy(model: Path, **overrides) -> MegatronPolicy:
     return MegatronPolicy(LearnerConfig.model_validate(options), model, seed=0, deterministic=True)
 
 
-def with_routes(sample: TrainSample, routes: np.ndarray) -> TrainSample:
-    return dataclasses.replace(sample, routes=routes)
+def with_routed_experts(sample: TrainSample, routed_experts: np.ndarray) -> TrainSample:
+    return dataclasses.replace(sample, routed_experts=routed_experts)
 
 
 def own_routes(policy: MegatronPolicy, sample: TrainSample) -> np.ndarray:
@@ -65,7 +65,7 @@ def train(policy: MegatronPolicy, samples: list[TrainSample]) -> tuple[dict, dic
 def test_replay_of_the_trainers_own_routes_changes_no_bit(model: Path) -> None:
     samples = make_groups(SIZES["vocab_size"], num_groups=2, group_size=3)
     plain, replaying = make_policy(model), make_policy(model)
-    routed = [with_routes(sample, own_routes(replaying, sample)) for sample in samples]
+    routed = [with_routed_experts(sample, own_routes(replaying, sample)) for sample in samples]
     assert len(plain._local_batches(samples)) > 1
     assert any(batch.shared for batch in replaying._local_batches(routed))
     for got, expected in zip(replaying.logprobs(routed), plain.logprobs(samples), strict=True):
@@ -78,17 +78,17 @@ def test_replay_of_the_trainers_own_routes_changes_no_bit(model: Path) -> None:
 
 
 @contextmanager
-def routers_told(model: torch.nn.Module, routes: torch.Tensor) -> Iterator[None]:
+def routers_told(model: torch.nn.Module, routed_experts: torch.Tensor) -> Iterator[None]:
     """transformers' routers with the choice taken out of them: softmax over all, the given ones, scaled to sum 1 if the model does so."""
 
     def told(router: Qwen3MoeTopKRouter, layer: int) -> object:
         def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
             logits = hidden.reshape(-1, router.hidden_dim) @ router.weight.T
-            weights = logits.softmax(-1).gather(1, routes[:, layer])
+            weights = logits.softmax(-1).gather(1, routed_experts[:, layer])
             return (
                 logits,
                 weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights,
-                routes[:, layer],
+                routed_experts[:, layer],
             )
 
         return forward
@@ -104,7 +104,7 @@ def routers_told(model: torch.nn.Module, routes: torch.Tensor) -> Iterator[None]
 def test_log_probs_and_gradients_with_foreign_routes_are_those_of_plain_torch(model: Path) -> None:
     policy = make_policy(model)
     samples = [
-        with_routes(sample, random_routes(sample, LAYERS, CHOSEN, EXPERTS["num_experts"], seed=i))
+        with_routed_experts(sample, random_routes(sample, LAYERS, CHOSEN, EXPERTS["num_experts"], seed=i))
         for i, sample in enumerate(make_groups(SIZES["vocab_size"], num_groups=2, group_size=2))
     ]
     logprobs = policy.logprobs(samples)
@@ -118,7 +118,7 @@ def test_log_probs_and_gradients_with_foreign_routes_are_those_of_plain_torch(mo
     loss = 0.0
     for sample, got in zip(samples, logprobs, strict=True):
         ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.completion_ids])).long()
-        with routers_told(reference, torch.from_numpy(sample.routes).long()):
+        with routers_told(reference, torch.from_numpy(sample.routed_experts).long()):
             logits = reference(ids[None, :-1]).logits[0]
         expected = logits.log_softmax(-1).gather(1, ids[1:, None])[len(sample.prompt_ids) - 1 :, 0]
         np.testing.assert_allclose(got, expected.detach().numpy(), atol=1e-4)
@@ -132,7 +132,7 @@ def test_samples_with_and_without_routes_go_together(model: Path) -> None:
     """The router chooses for those that have none."""
     policy = make_policy(model)
     plain = make_groups(SIZES["vocab_size"], num_groups=1, group_size=2)
-    routed = with_routes(plain[0], random_routes(plain[0], LAYERS, CHOSEN, EXPERTS["num_experts"], seed=0))
+    routed = with_routed_experts(plain[0], random_routes(plain[0], LAYERS, CHOSEN, EXPERTS["num_experts"], seed=0))
     alone = policy.logprobs([routed])[0]
     both = policy.logprobs([routed, plain[1]])
     np.testing.assert_allclose(both[0], alone, atol=1e-5)
@@ -146,7 +146,7 @@ def test_samples_with_and_without_routes_go_together(model: Path) -> None:
 def test_layers_that_are_computed_again_take_the_routes_of_their_micro_batch(model: Path, recompute: dict) -> None:
     """As under a pipeline's schedule: the next micro-batch has gone forward when the first comes back."""
     samples = [
-        with_routes(sample, random_routes(sample, LAYERS, CHOSEN, EXPERTS["num_experts"], seed=i))
+        with_routed_experts(sample, random_routes(sample, LAYERS, CHOSEN, EXPERTS["num_experts"], seed=i))
         for i, sample in enumerate(make_groups(SIZES["vocab_size"], num_groups=2, group_size=3))
     ]
     results = []
@@ -169,11 +169,11 @@ def test_layers_that_are_computed_again_take_the_routes_of_their_micro_batch(mod
 def test_routes_that_do_not_fit_the_model_are_refused_before_anything_changes(model: Path) -> None:
     policy = make_policy(model)
     (sample,) = make_groups(SIZES["vocab_size"], num_groups=1, group_size=1)
-    routes = random_routes(sample, LAYERS, CHOSEN, EXPERTS["num_experts"], seed=0)
+    routed_experts = random_routes(sample, LAYERS, CHOSEN, EXPERTS["num_experts"], seed=0)
     for wrong, text in (
-        (routes[:-1], "routes of shape"),
-        (routes + EXPERTS["num_experts"], f"of {EXPERTS['num_experts']}"),
-        (np.zeros_like(routes), "expert 0 twice for token 0 in layer 0"),
+        (routed_experts[:-1], "routed_experts of shape"),
+        (routed_experts + EXPERTS["num_experts"], f"of {EXPERTS['num_experts']}"),
+        (np.zeros_like(routed_experts), "expert 0 twice for token 0 in layer 0"),
     ):
         with pytest.raises(TrainingError, match=f"sample 0 has .*{text}.* Nothing was updated"):
-            policy.train_step([with_routes(sample, wrong)], total_steps_done=0)
+            policy.train_step([with_routed_experts(sample, wrong)], total_steps_done=0)

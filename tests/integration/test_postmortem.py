@@ -8,9 +8,9 @@ import tarfile
 
 import pytest
 from loop_harness import Run
-from polling import block_until
 
 from protocol.security import write_keys
+from tests.polling import block_until
 
 STUCK = {"rollout.fake.tokens_per_s": 0.01, "coordinator.generate_timeout_s": 100}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.faults.processes import free_port
+from tests.faults.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,8 +40,8 @@ def test_every_pipeline_stage_reaches_the_running_engine(tmp_path):
     )
     assert summary["state"] == "finished"
     assert summary["version"] == 4
-    assert [sync["version"] for sync in summary["syncs"]] == [1, 2, 3, 4]
-    assert all(row["sync/acked"] == 1 and row["sync/failed"] == 0 for row in summary["steps"])
+    assert [sync["version"] for sync in summary["weight_updates"]] == [1, 2, 3, 4]
+    assert all(row["weight_update/acked"] == 1 and row["weight_update/failed"] == 0 for row in summary["steps"])
     gaps = [row["train/logprob_gap_mean"] for row in summary["steps"]]
     assert gaps[0] < 1e-3, "engine and trainer differ although both have the weights of the checkpoint"
     assert max(gaps) < 0.1, gaps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from loop_harness import Run, assert_none_of
 
-from services.faults.proxy import body_of
+from tests.faults.proxy import body_of
 
 
 def test_work_at_hand_survives_a_restart_of_the_coordinator(tmp_path):

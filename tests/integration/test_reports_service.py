@@ -36,13 +36,13 @@ from judge_harness import (
     stdin_suite,
     suite_of,
 )
-from polling import block_until
 
 from protocol.suites import parse_suite
 from protocol.verdicts import JudgeResult, Verdict
 from services.reward.config import RewardConfig
 from services.reward.judge import Judge
 from services.reward.pool import JudgePool
+from tests.polling import block_until
 
 NUM_WORKERS = 2
 

@@ -18,8 +18,8 @@ from loop_harness import ROOT, Role, descendants, task_line
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from services.coordinator.journal import Journal
-from services.faults.harness import Run
-from services.faults.proxy import Rule, body_of
+from tests.faults.harness import Run
+from tests.faults.proxy import Rule, body_of
 
 TASKS = "".join(task_line(f"t{i}", f"Write f(x), number {'7' * (1 + 5 * i % 11)}.") for i in range(20))
 STEPS = 6

@@ -15,7 +15,7 @@ from protocol.security import read_keys, write_keys
 from protocol.versions import VersionTag
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.service import open_coordinator
-from services.faults.processes import free_port
+from tests.faults.processes import free_port
 
 
 async def answer(socket):

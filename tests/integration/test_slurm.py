@@ -12,7 +12,7 @@ from harness.requirements import require_programs
 from harness.runs import FOREBAY, ROOT, require_finished
 from harness.slurm_cluster import SlurmCluster, require_slurm
 
-from services.faults.processes import free_port
+from tests.faults.processes import free_port
 
 SLURM = ROOT / "deploy/slurm"
 SCRIPTS = sorted([*SLURM.glob("*.sh"), *SLURM.glob("*.sbatch")])

@@ -14,8 +14,8 @@ from harness.requirements import require_programs
 from harness.runs import FOREBAY, ROOT, require_finished
 from harness.systemd_box import require_systemd_box, run_in_box
 
-from services import up
-from services.faults.processes import free_port
+from services.tools import up
+from tests.faults.processes import free_port
 
 UNITS = ROOT / "deploy/systemd"
 SERVICES = sorted(UNITS.glob("*.service"))

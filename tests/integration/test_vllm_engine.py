@@ -59,15 +59,15 @@ class Sender:
         self.model = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
         self.store, self.address = weights.serve_store("127.0.0.1", timeout_s=300)
         self.group = None
-        self.num_syncs = 0
+        self.num_weight_updates = 0
         self.num_groups = 0
 
     def plan(self, version):
-        self.num_syncs += 1
-        member = m.SyncMember(node_id="a", first_rank=1, num_workers=1)
+        self.num_weight_updates += 1
+        member = m.WeightUpdateMember(node_id="a", first_rank=1, num_workers=1)
         tag = m.VersionTag(version=version)
-        return m.SyncPlan(
-            sync_id=self.num_syncs,
+        return m.WeightUpdatePlan(
+            update_id=self.num_weight_updates,
             tag=tag,
             stores=[self.address],
             members=[member],

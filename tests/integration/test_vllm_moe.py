@@ -1,4 +1,4 @@
-"""Real vLLM with a mixture of experts: the routes that it tells are those of its tokens, and a weight update changes all experts."""
+"""Real vLLM with a mixture of experts: the routed_experts that it tells are those of its tokens, and a weight update changes all experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real vLLM with a mixture of experts that tells its routes, over a weight update; run by test_vllm_moe.py.
+"""Real vLLM with a mixture of experts that tells its routed_experts, over a weight update; run by test_vllm_moe.py.
 
 python vllm_moe_world.py MODEL OUT
 
@@ -31,7 +31,7 @@ class MoeSender(Sender):
     def __init__(self, model_dir: Path) -> None:
         self.model = Qwen3MoeForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
         self.store, self.address = weights.serve_store("127.0.0.1", timeout_s=300)
-        self.group, self.num_syncs, self.num_groups = None, 0, 0
+        self.group, self.num_weight_updates, self.num_groups = None, 0, 0
 
     def send(self) -> int:
         tensors = [pair for name, tensor in self.model.state_dict().items() for pair in by_expert(name, tensor)]
@@ -68,15 +68,15 @@ def compare(model: Qwen3MoeForCausalLM, completion: Completion) -> dict:
     own = every[:-1].gather(1, ids[1:, None])[len(completion.prompt_ids) - 1 :, 0].numpy()
     last = completion.segments[-1].num_tokens
     # Each token's experts tell the token after it: rows of the last segment begin at the position that predicts its first token.
-    first_row = 0 if len(completion.segments) == 1 else len(completion.routes) - last
-    routes = np.sort(completion.routes, -1)[first_row:]
+    first_row = 0 if len(completion.segments) == 1 else len(completion.routed_experts) - last
+    routed_experts = np.sort(completion.routed_experts, -1)[first_row:]
     expected = torch.stack(chosen, 1).sort(-1).values.numpy()[first_row:-1]
     return {
         "versions": [segment.version for segment in completion.segments],
-        "shape": list(completion.routes.shape),
+        "shape": list(completion.routed_experts.shape),
         "tokens": [len(completion.prompt_ids), len(completion.completion_ids)],
         "gap": float(np.abs(own - completion.logprobs)[-last:].max()),
-        "other_experts": float((routes != expected).any(-1).mean()),
+        "other_experts": float((routed_experts != expected).any(-1).mean()),
     }
 
 

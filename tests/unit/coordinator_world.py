@@ -300,7 +300,7 @@ class Learner(Process):
         self.step = self.began_at = step
         self.batch: m.Batch | None = None
         self.trained = False  # the batch at hand
-        self.resync = self.ended = False
+        self.weight_update_needed = self.ended = False
 
     def hello_fields(self) -> dict[str, Any]:
         """Where this process began."""
@@ -308,7 +308,7 @@ class Learner(Process):
 
     def ask(self) -> None:
         """For the next batch, unless it waits for something."""
-        if not self.pending and self.batch is None and not self.resync and not self.ended:
+        if not self.pending and self.batch is None and not self.weight_update_needed and not self.ended:
             self.request(m.BatchRequest(step=self.step + 1))
 
     def train(self, reached: list[Rollout]) -> None:
@@ -318,8 +318,8 @@ class Learner(Process):
             self.step += 1
             if self.batch.publish:
                 self._publish(reached)
-        elif self.resync:
-            self.resync = False
+        elif self.weight_update_needed:
+            self.weight_update_needed = False
             self._publish(reached)
 
     def _publish(self, reached: list[Rollout]) -> None:
@@ -338,9 +338,9 @@ class Learner(Process):
             case m.Batch():
                 self.world.on_batch(answer, arrays)
                 self.batch, self.trained = answer, False
-            case m.Resync():
+            case m.WeightUpdateNeeded():
                 assert answer.tag.version == self.step
-                self.resync = True
+                self.weight_update_needed = True
             case m.EndOfData():
                 self.world.on_end_of_data(self.step)
                 self.ended = True

@@ -10,7 +10,6 @@ import msgpack
 import pytest
 import zmq
 import zmq.asyncio
-from polling import until
 
 from common.errors import ConfigError, NotTakenBack, PeerError
 from common.net import is_loopback, listens_on_loopback, outgoing_ports
@@ -19,7 +18,8 @@ from protocol import messages as m
 from protocol.channel import NodeChannel
 from protocol.codec import decode, encode, peek, seal
 from protocol.router import CoordinatorSocket
-from services.faults.processes import free_port
+from tests.faults.processes import free_port
+from tests.polling import until
 
 TAG = m.VersionTag(version=0)
 
@@ -233,7 +233,7 @@ async def test_a_port_in_use_is_an_error_with_the_address_and_the_remedy():
 
 def test_a_free_port_is_given_out_once_and_to_no_connection():
     ports = {free_port() for _ in range(50)}
-    code = "from services.faults.processes import free_port; print(*(free_port() for _ in range(50)))"
+    code = "from tests.faults.processes import free_port; print(*(free_port() for _ in range(50)))"
     ports |= set(map(int, subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout.split()))
     assert len(ports) == 100
     assert not ports & set(outgoing_ports())

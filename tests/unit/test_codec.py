@@ -42,11 +42,11 @@ ROUTES = np.arange(24, dtype=np.uint16).reshape(6, 2, 2)
 
 
 def test_an_optional_array_travels_behind_the_others_or_not_at_all():
-    received = decode(sample_frames(routes=ROUTES))
-    assert list(received.arrays) == ["prompt_ids", "completion_ids", "logprobs", "routes"]
-    assert np.array_equal(received.arrays["routes"], ROUTES)
-    assert received.arrays["routes"].dtype == np.uint16
-    assert "routes" not in decode(sample_frames()).arrays
+    received = decode(sample_frames(routed_experts=ROUTES))
+    assert list(received.arrays) == ["prompt_ids", "completion_ids", "logprobs", "routed_experts"]
+    assert np.array_equal(received.arrays["routed_experts"], ROUTES)
+    assert received.arrays["routed_experts"].dtype == np.uint16
+    assert "routed_experts" not in decode(sample_frames()).arrays
 
 
 def test_empty_arrays_travel():
@@ -63,8 +63,8 @@ def header_of(frames, **changes):
 
 
 def renamed(old, new):
-    """A sample with routes, one of whose arrays has another name in the header."""
-    frames = sample_frames(routes=ROUTES)
+    """A sample with routed_experts, one of whose arrays has another name in the header."""
+    frames = sample_frames(routed_experts=ROUTES)
     specs = [[new if name == old else name, *rest] for name, *rest in peek(frames[0])["arrays"]]
     return header_of(frames, arrays=specs)
 
@@ -83,9 +83,9 @@ def renamed(old, new):
         (reseal([*sample_frames()[:3], b"123"]), "takes 12"),
         (header_of(sample_frames(), arrays=[["prompt_ids", "object", [4]]]), "must come with arrays"),
         (header_of(sample_frames(), body={"lease_id": 5}), "field"),
-        (renamed("routes", "experts"), "must come with arrays"),
-        (renamed("logprobs", "routes"), "its frame is described by"),
-        (renamed("routes", 7), "must come with arrays"),
+        (renamed("routed_experts", "experts"), "must come with arrays"),
+        (renamed("logprobs", "routed_experts"), "its frame is described by"),
+        (renamed("routed_experts", 7), "must come with arrays"),
         ([b"\xdc" * (33 << 20)], "over the bounds"),
     ],
 )

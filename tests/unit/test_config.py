@@ -83,7 +83,7 @@ def test_any_config_can_be_tried_with_the_fakes():
         ("up.rollout_devices=[[0],[1]]", "up.rollout_nodes"),
         ("up.learner_devices=[0, 1]", "up.learner_procs"),
         ("run.ack_timeout_s=10", "run.join_timeout_s"),
-        ("run.sync_timeout_s=29", "must be at least twice coordinator.node_timeout_s = 15"),
+        ("run.weight_update_timeout_s=29", "must be at least twice coordinator.node_timeout_s = 15"),
         ("coordinator.no_progress_timeout_s=10", "gives up before a lease does"),
         ("run.routing_replay=true", "the model has no experts"),
         ("coordinator.bind=tcp://0.0.0.0:5710", "coordinator.insecure = true"),
@@ -136,7 +136,7 @@ def test_routing_replay_wants_a_model_with_experts_on_both_sides_and_routes_that
     assert half.startswith("run.routing_replay with rollout.engine = 'fake'")
     assert cross_check(load_config(QUICKSTART, [*replay, "rollout.engine=fake", "learner.policy=fake"])) == []
     [large] = cross_check(load_config(QUICKSTART, [*replay, "coordinator.groups_per_step=4096"]))
-    assert "the routes of a batch of" in large
+    assert "the routed_experts of a batch of" in large
     assert "MiB, and an array of a message 1024" in large
 
 

@@ -159,21 +159,23 @@ def test_a_lease_names_its_suite_and_the_suite_comes_when_it_is_asked_for(desk):
 
 
 @pytest.mark.parametrize(
-    ("routes", "reason"),
+    ("routed_experts", "reason"),
     [
-        (None, "without routes, but run.routing_replay = true"),
-        (np.zeros((4, 2), np.uint8), r"routes of uint8\[4, 2\], not uint8 or uint16 with 4 rows"),
+        (None, "without routed_experts, but run.routing_replay = true"),
+        (np.zeros((4, 2), np.uint8), r"routed_experts of uint8\[4, 2\], not uint8 or uint16 with 4 rows"),
         (np.zeros((5, 2, 2), np.uint8), "with 4 rows"),
-        (np.zeros((4, 2, 2), np.int32), "routes of int32"),
+        (np.zeros((4, 2, 2), np.int32), "routed_experts of int32"),
         (np.zeros((4, 3, 2), np.uint8), "another model"),
     ],
 )
-def test_a_sample_whose_routes_can_not_be_trained_with_is_refused(tmp_path, routes, reason):
+def test_a_sample_whose_routes_can_not_be_trained_with_is_refused(tmp_path, routed_experts, reason):
     desk = Desk(tmp_path, routing_replay=True)
     (_, lease), *_ = of(m.GenerateLease, desk.join("rollout", "gen"))
     good = np.zeros((4, 2, 2), np.uint8)
-    assert of(m.Ack, desk.sample("gen#1", lease, 0, routes=good))[0][1].accepted
-    [(_, ack)] = of(m.Ack, desk.sample("gen#1", lease, 1, **({} if routes is None else {"routes": routes})))
+    assert of(m.Ack, desk.sample("gen#1", lease, 0, routed_experts=good))[0][1].accepted
+    [(_, ack)] = of(
+        m.Ack, desk.sample("gen#1", lease, 1, **({} if routed_experts is None else {"routed_experts": routed_experts}))
+    )
     assert not ack.accepted
     assert re.search(reason, ack.reason), ack.reason
     desk.journal.close()
@@ -181,8 +183,8 @@ def test_a_sample_whose_routes_can_not_be_trained_with_is_refused(tmp_path, rout
 
 def test_routes_that_nobody_asked_for_are_refused(desk):
     (_, lease), *_ = of(m.GenerateLease, desk.join("rollout", "gen"))
-    [(_, ack)] = of(m.Ack, desk.sample("gen#1", lease, 0, routes=np.zeros((4, 2, 2), np.uint8)))
-    assert ack.reason == "with routes, but run.routing_replay = false"
+    [(_, ack)] = of(m.Ack, desk.sample("gen#1", lease, 0, routed_experts=np.zeros((4, 2, 2), np.uint8)))
+    assert ack.reason == "with routed_experts, but run.routing_replay = false"
 
 
 def test_a_suite_that_no_lease_has_named_is_refused_without_ending_the_node(desk):

@@ -14,8 +14,8 @@ def desk(tmp_path):
 
 
 def begin_update(desk, *nodes, only_fenced=False):
-    request = m.SyncRequest(tag=V1, stores=["h:1"], only_fenced=only_fenced)
-    plans = of(m.SyncPlan, desk.say("learner#1", request))
+    request = m.WeightUpdateRequest(tag=V1, stores=["h:1"], only_fenced=only_fenced)
+    plans = of(m.WeightUpdatePlan, desk.say("learner#1", request))
     assert {to for to, _ in plans} == {"learner#1", *(f"{node}#1" for node in nodes)}
     return plans[0][1]
 
@@ -31,29 +31,33 @@ def trio(desk):
 def finish_update(desk, plan, *nodes):
     asked, sent = {}, []
     for identity in (*(f"{node}#1" for node in nodes), "learner#1"):
-        assert of(m.SyncGo, sent) == []
-        sent = desk.say(identity, m.SyncReady(sync_id=plan.sync_id))
+        assert of(m.TransferStart, sent) == []
+        sent = desk.say(identity, m.WeightUpdateReady(update_id=plan.update_id))
         asked[identity] = desk.seq
-    goes = {to: re for (to, message), re in zip(sent, desk.answers_to, strict=True) if isinstance(message, m.SyncGo)}
+    goes = {
+        to: re for (to, message), re in zip(sent, desk.answers_to, strict=True) if isinstance(message, m.TransferStart)
+    }
     assert goes == asked, "a go is the answer to each one's ready, so that it comes again when it is lost"
     for node in nodes:
-        desk.say(f"{node}#1", m.SyncDone(sync_id=plan.sync_id, receive_s=0, pause_s=0))
-    return of(m.SyncResult, desk.say("learner#1", m.SyncSent(sync_id=plan.sync_id, num_bytes=1, send_s=0)))
+        desk.say(f"{node}#1", m.WeightsLoaded(update_id=plan.update_id, receive_s=0, pause_s=0))
+    return of(
+        m.WeightUpdateResult, desk.say("learner#1", m.TransferDone(update_id=plan.update_id, num_bytes=1, send_s=0))
+    )
 
 
 def test_members_keep_their_groups_from_one_update_to_the_next(trio):
     first = begin_update(trio, "a", "b")
     assert len(finish_update(trio, first, "a", "b")) == 1
     second = begin_update(trio, "a", "b")
-    assert second.sync_id != first.sync_id
+    assert second.update_id != first.update_id
     assert second.group_key == first.group_key
 
 
 def test_a_group_key_is_never_used_again_after_a_failure(trio):
     keys = [begin_update(trio, "a", "b")]
-    trio.say("learner#1", m.SyncFailed(sync_id=keys[0].sync_id, error="boom"))
+    trio.say("learner#1", m.WeightUpdateFailed(update_id=keys[0].update_id, error="boom"))
     keys.append(begin_update(trio, "a", "b"))
-    trio.say("a#1", m.SyncFailed(sync_id=keys[1].sync_id, error="boom"))
+    trio.say("a#1", m.WeightUpdateFailed(update_id=keys[1].update_id, error="boom"))
     keys.append(begin_update(trio, "a", "b"))
     trio.join("learner", "learner", life=2)
     trio.join("learner", "learner", life=1)
@@ -63,7 +67,7 @@ def test_a_group_key_is_never_used_again_after_a_failure(trio):
 
 def test_a_failure_before_all_is_sent_ends_the_waits_of_learner_and_nodes(trio):
     plan = begin_update(trio, "a", "b")
-    aborted = of(m.SyncAborted, trio.say("b#1", m.SyncFailed(sync_id=plan.sync_id, error="boom")))
+    aborted = of(m.WeightUpdateAborted, trio.say("b#1", m.WeightUpdateFailed(update_id=plan.update_id, error="boom")))
     assert {to for to, _ in aborted} == {"learner#1", "a#1", "b#1"}
     assert all("b: boom" in message.reason for _, message in aborted)
 
@@ -71,7 +75,7 @@ def test_a_failure_before_all_is_sent_ends_the_waits_of_learner_and_nodes(trio):
 def test_a_node_that_fails_twice_is_left_out_of_this_publication_and_asked_again_for_the_next(trio):
     for _ in range(2):
         plan = begin_update(trio, "a", "b")
-        trio.say("b#1", m.SyncFailed(sync_id=plan.sync_id, error="boom"))
+        trio.say("b#1", m.WeightUpdateFailed(update_id=plan.update_id, error="boom"))
     [(_, result)] = finish_update(trio, begin_update(trio, "a"), "a")
     assert result.acked == ["a"]
     begin_update(trio, "a", "b")
@@ -79,7 +83,7 @@ def test_a_node_that_fails_twice_is_left_out_of_this_publication_and_asked_again
 
 def test_a_node_that_restarts_within_an_update_ends_the_round(trio):
     begin_update(trio, "a", "b")
-    aborted = of(m.SyncAborted, trio.join("rollout", "b", life=2))
+    aborted = of(m.WeightUpdateAborted, trio.join("rollout", "b", life=2))
     assert {to for to, _ in aborted} == {"learner#1", "a#1"}
 
 
@@ -87,13 +91,15 @@ def test_a_node_that_restarts_within_an_update_ends_the_round(trio):
 def test_a_ready_that_is_said_twice_gets_its_go_twice(trio, who):
     plan = begin_update(trio, "a", "b")
     for node in ("a", "b", "learner"):
-        trio.say(f"{node}#1", m.SyncReady(sync_id=plan.sync_id))
-    assert [to for to, _ in of(m.SyncGo, trio.say(f"{who}#1", m.SyncReady(sync_id=plan.sync_id)))] == [f"{who}#1"]
+        trio.say(f"{node}#1", m.WeightUpdateReady(update_id=plan.update_id))
+    assert [
+        to for to, _ in of(m.TransferStart, trio.say(f"{who}#1", m.WeightUpdateReady(update_id=plan.update_id)))
+    ] == [f"{who}#1"]
 
 
 def test_a_node_that_is_not_ready_is_sent_its_plan_again_for_it_may_be_lost(trio):
     plan = begin_update(trio, "a", "b")
-    trio.say("a#1", m.SyncReady(sync_id=plan.sync_id))
+    trio.say("a#1", m.WeightUpdateReady(update_id=plan.update_id))
     updates, again_s = trio.coordinator.updates, trio.coordinator.config.node_timeout_s
     began = updates.round.started_at
     for later_s, expected in ((0.9, []), (1, ["b#1"]), (1.5, []), (2, ["b#1"])):
@@ -111,22 +117,26 @@ def test_the_end_of_a_round_is_told_to_the_learner_until_it_says_something(trio)
     def told_at(now):
         updates.expire(now)
         outbox, trio.coordinator._outbox = trio.coordinator._outbox, []
-        return [(to.decode(), message.sync_id) for to, message, _, _ in outbox if isinstance(message, m.SyncAborted)]
+        return [
+            (to.decode(), message.update_id)
+            for to, message, _, _ in outbox
+            if isinstance(message, m.WeightUpdateAborted)
+        ]
 
     plan = begin_update(trio, "a", "b")
-    trio.say("b#1", m.SyncFailed(sync_id=plan.sync_id, error="boom"))
+    trio.say("b#1", m.WeightUpdateFailed(update_id=plan.update_id, error="boom"))
     ended = updates._told_at
     assert told_at(ended + 0.9 * again_s) == []
-    assert told_at(ended + again_s) == [("learner#1", plan.sync_id)]
+    assert told_at(ended + again_s) == [("learner#1", plan.update_id)]
     assert told_at(ended + 1.5 * again_s) == []
-    trio.say("learner#1", m.SyncReady(sync_id=plan.sync_id))  # answered: it is over
+    trio.say("learner#1", m.WeightUpdateReady(update_id=plan.update_id))  # answered: it is over
     assert told_at(ended + 9 * again_s) == []
 
     plan = begin_update(trio, "a", "b")
     trio.coordinator.nodes.drop("learner", "was silent", died=True)
     trio.coordinator._outbox.clear()
     trio.say("learner#1", m.Hello(role="learner", node_id="learner", host="h", pid=1, run_uid=trio.journal.run_uid))
-    assert told_at(updates._told_at + again_s) == [("learner#1", plan.sync_id)]
+    assert told_at(updates._told_at + again_s) == [("learner#1", plan.update_id)]
     begin_update(trio, "a", "b")
     assert told_at(updates._told_at + again_s) == []
 
@@ -149,12 +159,15 @@ def test_a_heartbeat_that_a_later_word_has_overtaken_changes_nothing(trio):
 
 def test_answers_to_an_update_that_is_over_change_nothing(trio):
     plan = begin_update(trio, "a", "b")
-    trio.say("a#1", m.SyncFailed(sync_id=plan.sync_id, error="boom"))
+    trio.say("a#1", m.WeightUpdateFailed(update_id=plan.update_id, error="boom"))
     current = begin_update(trio, "a", "b")
-    for message in (m.SyncReady(sync_id=plan.sync_id), m.SyncFailed(sync_id=plan.sync_id, error="late")):
+    for message in (
+        m.WeightUpdateReady(update_id=plan.update_id),
+        m.WeightUpdateFailed(update_id=plan.update_id, error="late"),
+    ):
         [(to, aborted)] = trio.say("b#1", message)
-        assert isinstance(aborted, m.SyncAborted)
-        assert (to, aborted.sync_id) == ("b#1", plan.sync_id)
+        assert isinstance(aborted, m.WeightUpdateAborted)
+        assert (to, aborted.update_id) == ("b#1", plan.update_id)
     assert len(finish_update(trio, current, "a", "b")) == 1
 
 
@@ -164,7 +177,7 @@ def test_sync_ids_never_repeat_over_a_restart_of_the_coordinator(tmp_path):
         desk = Desk(tmp_path)
         desk.join("learner", "learner")
         desk.join("rollout", "a")
-        ids.append(begin_update(desk, "a").sync_id)
+        ids.append(begin_update(desk, "a").update_id)
         desk.journal._queue.put((desk.coordinator.pool.drain_records(), None))
         desk.journal.close()
     assert ids[0] < ids[1]
@@ -184,13 +197,15 @@ def test_a_node_that_just_failed_is_not_asked_again_at_once(trio, monkeypatch):
 
 @pytest.mark.parametrize("store", ["127.0.0.1:9", "localhost:9", "[::1]:9"])
 def test_weights_that_are_offered_where_another_machine_can_not_reach_them_are_refused_with_the_remedy(trio, store):
-    assert of(m.SyncPlan, trio.say("learner#1", m.SyncRequest(tag=V1, stores=[store]))), "all are on one machine"
+    assert of(m.WeightUpdatePlan, trio.say("learner#1", m.WeightUpdateRequest(tag=V1, stores=[store]))), (
+        "all are on one machine"
+    )
     trio.join("rollout", "far", host="elsewhere")
-    [(to, refused)] = of(m.Refused, trio.say("learner#1", m.SyncRequest(tag=V1, stores=["10.0.0.1:9", store])))
+    [(to, refused)] = of(m.Refused, trio.say("learner#1", m.WeightUpdateRequest(tag=V1, stores=["10.0.0.1:9", store])))
     assert to == "learner#1"
     assert (
         f"offers its weights at {store}, which rollout nodes on elsewhere can't reach. Set learner.host"
         in refused.reason
     )
     for other in ("10.0.0.1:9", "node7:9"):  # the coordinator's own answer to a name is not the other machines'
-        assert of(m.SyncPlan, trio.say("learner#1", m.SyncRequest(tag=V1, stores=[other])))
+        assert of(m.WeightUpdatePlan, trio.say("learner#1", m.WeightUpdateRequest(tag=V1, stores=[other])))

@@ -109,11 +109,11 @@ def test_engines_without_valid_weights_wait_for_the_learner_and_the_coordinator_
 
 def test_an_update_under_way_is_a_wait_on_whom_it_misses_and_no_circle(desk):
     train(desk)
-    sent = desk.say("learn#1", m.SyncRequest(tag=V1, stores=["h:1"]))
-    plan = of(m.SyncPlan, sent)[0][1]
+    sent = desk.say("learn#1", m.WeightUpdateRequest(tag=V1, stores=["h:1"]))
+    plan = of(m.WeightUpdatePlan, sent)[0][1]
     [row] = [row for (_, what, on), row in rows_of(desk).items() if what.startswith("weights v1")]
-    assert (row.on, row.limit_key) == ("gen", "run.sync_timeout_s")
-    desk.say("gen#1", m.SyncReady(sync_id=plan.sync_id))
+    assert (row.on, row.limit_key) == ("gen", "run.weight_update_timeout_s")
+    desk.say("gen#1", m.WeightUpdateReady(update_id=plan.update_id))
     [row] = [row for (_, what, on), row in rows_of(desk).items() if what.startswith("weights v1")]
     assert row.on == "learner"
     assert waits.cycles(desk.coordinator, list(rows_of(desk, later_s=60).values())) == []

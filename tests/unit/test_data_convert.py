@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import ConfigError
 from protocol.tasks import load_tasks
-from services.data import convert
+from services.tools.data import convert
 
 MBPP = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "mbpp_sanitized.jsonl"
 RECORD = {

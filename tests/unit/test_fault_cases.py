@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from services.faults import suite
-from services.faults.cases.table import all_cases
+from tests.faults import suite
+from tests.faults.cases.table import all_cases
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_readme_has_the_list_of_cases_as_the_command_prints_it():
-    text = (ROOT / "services/faults/README.md").read_text()
-    shown = text.partition("<!-- forebay faults --list -->\n\n")[2].partition("\n<!-- end of list -->")[0]
-    assert shown == suite.list_table(all_cases()), "run: forebay faults --list"
+    text = (ROOT / "tests/faults/README.md").read_text()
+    shown = text.partition("<!-- make faults --list -->\n\n")[2].partition("\n<!-- end of list -->")[0]
+    assert shown == suite.list_table(all_cases()), "run: make faults --list"
 
 
 def test_the_reported_faults_of_queues_rewards_and_processes_are_covered():

@@ -9,9 +9,9 @@ import pytest
 
 from protocol import messages as m
 from protocol.codec import encode
-from services.faults.evidence import judge, read_books
-from services.faults.interleave import _arrays, _Desk, _one_order
-from services.faults.proxy import Seen
+from tests.faults.evidence import judge, read_books
+from tests.faults.interleave import _arrays, _Desk, _one_order
+from tests.faults.proxy import Seen
 
 CAPS = {"max_staleness": 0, "bypass_window": 0}
 

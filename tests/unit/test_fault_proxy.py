@@ -8,7 +8,7 @@ import zmq
 from common.errors import ProtocolError
 from protocol import messages as m
 from protocol.codec import decode, encode
-from services.faults.proxy import Proxy
+from tests.faults.proxy import Proxy
 
 
 class Line:

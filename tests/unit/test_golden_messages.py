@@ -71,26 +71,26 @@ EXAMPLES = [
         ],
     ),
     m.EndOfData(reason="done"),
-    m.Resync(tag=TAG),
+    m.WeightUpdateNeeded(tag=TAG),
     m.StepCommitted(step=4, metrics={"reward/mean": 0.5}, checkpoint_step=2),
     m.LearnerDone(export_dir="d"),
-    m.SyncRequest(tag=TAG, stores=["h:1"], only_fenced=True),
-    m.SyncPlan(
-        sync_id=2,
+    m.WeightUpdateRequest(tag=TAG, stores=["h:1"], only_fenced=True),
+    m.WeightUpdatePlan(
+        update_id=2,
         tag=TAG,
         stores=["h:1"],
-        members=[m.SyncMember(node_id="n", first_rank=1, num_workers=1)],
+        members=[m.WeightUpdateMember(node_id="n", first_rank=1, num_workers=1)],
         world_size=2,
         group_key="n@1",
         timeout_s=9.0,
     ),
-    m.SyncReady(sync_id=2),
-    m.SyncGo(sync_id=2),
-    m.SyncAborted(sync_id=2, reason="r"),
-    m.SyncDone(sync_id=2, receive_s=0.5, pause_s=0.25),
-    m.SyncFailed(sync_id=2, error="e"),
-    m.SyncSent(sync_id=2, num_bytes=10, send_s=0.5),
-    m.SyncResult(sync_id=2, acked=["n"], failed={"o": "e"}),
+    m.WeightUpdateReady(update_id=2),
+    m.TransferStart(update_id=2),
+    m.WeightUpdateAborted(update_id=2, reason="r"),
+    m.WeightsLoaded(update_id=2, receive_s=0.5, pause_s=0.25),
+    m.WeightUpdateFailed(update_id=2, error="e"),
+    m.TransferDone(update_id=2, num_bytes=10, send_s=0.5),
+    m.WeightUpdateResult(update_id=2, acked=["n"], failed={"o": "e"}),
     m.StatusRequest(),
     m.StatusReply(status_json="{}"),
     m.StopRequest(reason="r"),
@@ -101,7 +101,11 @@ EXAMPLES = [
 
 
 # By the kind with " with " and the array that may come with it.
-WITH_ROUTES = {f"{message.kind} with routes": message for message in EXAMPLES if message.optional_arrays == ("routes",)}
+WITH_ROUTES = {
+    f"{message.kind} with routed_experts": message
+    for message in EXAMPLES
+    if message.optional_arrays == ("routed_experts",)
+}
 
 
 def frames_of(message, **optional):
@@ -112,7 +116,7 @@ def frames_of(message, **optional):
 def examples():
     """Name -> frames, of all that is kept."""
     kept = {message.kind: frames_of(message) for message in EXAMPLES}
-    return kept | {name: frames_of(message, routes=ROUTES) for name, message in WITH_ROUTES.items()}
+    return kept | {name: frames_of(message, routed_experts=ROUTES) for name, message in WITH_ROUTES.items()}
 
 
 def golden():
@@ -131,10 +135,10 @@ def test_kept_bytes_decode_to_the_message(message):
 
 @pytest.mark.parametrize("name", WITH_ROUTES)
 def test_the_bytes_of_an_optional_array_are_those_that_were_kept(name):
-    assert frames_of(WITH_ROUTES[name], routes=ROUTES) == golden()[name]
+    assert frames_of(WITH_ROUTES[name], routed_experts=ROUTES) == golden()[name]
     received = decode([bytes.fromhex(frame) for frame in golden()[name]])
     assert received.message == WITH_ROUTES[name]
-    assert np.array_equal(received.arrays["routes"], ROUTES)
+    assert np.array_equal(received.arrays["routed_experts"], ROUTES)
 
 
 def test_every_message_has_an_example():

@@ -144,23 +144,23 @@ async def test_a_batch_that_was_handed_out_is_the_same_after_a_restart(restarted
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
 async def test_routes_come_back_as_they_were_and_go_into_the_batch_in_order(restarted, dtype):
-    routes = np.arange(7 * 3 * 2, dtype=dtype).reshape(7, 3, 2)  # 5 + 3 tokens but the last
+    routed_experts = np.arange(7 * 3 * 2, dtype=dtype).reshape(7, 3, 2)  # 5 + 3 tokens but the last
     life = await restarted()
     for group_id in (0, 1):
         for index, result in enumerate((GOOD, BAD)):
-            life.add(group_id, index, routes=routes + 2 * group_id + index)
+            life.add(group_id, index, routed_experts=routed_experts + 2 * group_id + index)
             life.pool.add_result(group_id, index, result)
     life = await restarted(life)
     _, arrays = make_batch(1, life.pool.take_batch(1), replay=False)
-    assert arrays["routes"].dtype == dtype
-    assert np.array_equal(arrays["routes"], np.concatenate([routes + n for n in range(4)]))
+    assert arrays["routed_experts"].dtype == dtype
+    assert np.array_equal(arrays["routed_experts"], np.concatenate([routed_experts + n for n in range(4)]))
     assert arrays["logprobs"].tolist() == [-0.5] * 12
 
 
 def test_a_blob_of_too_few_bytes_is_no_sample():
     arrays = {name: np.zeros(2, dtype) for name, dtype in zip(NAMES, ("<i4", "<i4", "<f4"), strict=True)}
     blob = b"".join(array_parts(arrays))
-    assert "routes" not in unpack_arrays(blob, num_prompt=2, num_completion=2)
+    assert "routed_experts" not in unpack_arrays(blob, num_prompt=2, num_completion=2)
     with pytest.raises(ValueError, match="buffer is smaller"):
         unpack_arrays(blob[:-1], num_prompt=2, num_completion=2)
     with pytest.raises(ValueError, match=r"25 bytes of arrays for 2 \+ 2 tokens"):

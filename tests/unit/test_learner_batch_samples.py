@@ -41,10 +41,13 @@ def make_batch(groups: list[list[tuple[float, int, bool]]]) -> tuple[Batch, dict
 
 def test_each_sample_gets_its_own_routes() -> None:
     batch, arrays = make_batch([[(1.0, 2, False), (0.0, 3, False)]])
-    assert [sample.routes for sample in make_train_batch(batch, arrays, ObjectiveConfig()).samples] == [None, None]
-    arrays["routes"] = np.arange(7, dtype=np.uint8)[:, None, None]  # 2 + 2 - 1 and 2 + 3 - 1 rows
+    assert [sample.routed_experts for sample in make_train_batch(batch, arrays, ObjectiveConfig()).samples] == [
+        None,
+        None,
+    ]
+    arrays["routed_experts"] = np.arange(7, dtype=np.uint8)[:, None, None]  # 2 + 2 - 1 and 2 + 3 - 1 rows
     given = make_train_batch(batch, arrays, ObjectiveConfig())
-    assert [sample.routes.ravel().tolist() for sample in given.samples] == [[0, 1, 2], [3, 4, 5, 6]]
+    assert [sample.routed_experts.ravel().tolist() for sample in given.samples] == [[0, 1, 2], [3, 4, 5, 6]]
 
 
 def test_groups_without_signal_are_left_out_and_their_share_is_reported() -> None:

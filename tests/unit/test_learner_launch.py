@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-from polling import block_until
 
 from common.errors import ConfigError
 from services.learner import launch
 from services.learner.launch import Place
+from tests.polling import block_until
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,28 +10,28 @@ from protocol import messages as m
 from services.learner.link import Link
 from services.learner.service import Learner
 
-PLAN = m.SyncPlan(
-    sync_id=4,
+PLAN = m.WeightUpdatePlan(
+    update_id=4,
     tag=m.VersionTag(version=1),
     stores=["h:1"],
-    members=[m.SyncMember(node_id="a", first_rank=1, num_workers=1)],
+    members=[m.WeightUpdateMember(node_id="a", first_rank=1, num_workers=1)],
     world_size=2,
     group_key="k",
     timeout_s=9.0,
 )
 
 
-@pytest.mark.parametrize(("sync_id", "called_off"), [(4, ["k"]), (3, [])])
+@pytest.mark.parametrize(("update_id", "called_off"), [(4, ["k"]), (3, [])])
 async def test_an_update_that_is_called_off_before_its_plan_is_taken_up_is_called_off_all_the_same(
-    monkeypatch, sync_id, called_off
+    monkeypatch, update_id, called_off
 ):
     keys = []
     monkeypatch.setattr("services.learner.link.abort_group", lambda stores, key, reason, timeout_s: keys.append(key))
     link = object.__new__(Link)
-    link.run = SimpleNamespace(sync_timeout_s=9.0)
+    link.run = SimpleNamespace(weight_update_timeout_s=9.0)
     link._channel, link._plan, link._aborted = SimpleNamespace(pushes=asyncio.Queue()), None, None
     link._stop, link._shutdown = asyncio.Event(), asyncio.Event()
-    for push in (m.SyncAborted(sync_id=sync_id, reason="a died"), m.Shutdown(reason="")):
+    for push in (m.WeightUpdateAborted(update_id=update_id, reason="a died"), m.Shutdown(reason="")):
         link._channel.pushes.put_nowait(SimpleNamespace(message=push))
     watch = asyncio.create_task(link._watch_pushes())
     await link._shutdown.wait()  # so the first one was read, too

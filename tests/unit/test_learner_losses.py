@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_reference import OBJECTIVES, Sequence, reference_loss
 
 from services.learner.config import ObjectiveConfig
 from services.learner.importance import Sequences, importance_weights
 from services.learner.kl import k1, k2, k3
 from services.learner.losses import LossInputs, policy_loss
 from services.learner.token_statistics import NUM_BINS, Totals, quantile
+from tests.learner_reference import OBJECTIVES, Sequence, reference_loss
 
 
 def config_of(name: str) -> ObjectiveConfig:

@@ -254,20 +254,20 @@ def test_a_shared_piece_by_hand() -> None:
 def routed(made: TrainSample, first: int) -> TrainSample:
     """Token t of it goes to the experts first + t and 100 + t, in its one layer."""
     rows = np.arange(made.length - 1, dtype=np.uint8)
-    return dataclasses.replace(made, routes=np.stack([first + rows, 100 + rows], axis=1)[:, None])
+    return dataclasses.replace(made, routed_experts=np.stack([first + rows, 100 + rows], axis=1)[:, None])
 
 
 def test_routes_stand_where_their_tokens_do_and_padding_has_none() -> None:
     samples = [sample([9], [8]), routed(sample([1, 2, 3], [4, 5]), 10), routed(sample([1, 2, 3], [6]), 20)]
     batch = pack(samples, [Piece((0,)), Piece((1, 2), prefix=2)], alignment=4)
     assert batch.tokens.tolist() == [9, 1, 2, 3, 4, 3, 0, 0]
-    assert batch.routes[:, 0, 0].tolist() == [-1, 10, 11, 12, 13, 22, -1, -1]
-    assert batch.routes[:, 0, 1].tolist() == [-1, 100, 101, 102, 103, 102, -1, -1]
-    assert pack(samples, [Piece((0,))]).routes is None
+    assert batch.routed_experts[:, 0, 0].tolist() == [-1, 10, 11, 12, 13, 22, -1, -1]
+    assert batch.routed_experts[:, 0, 1].tolist() == [-1, 100, 101, 102, 103, 102, -1, -1]
+    assert pack(samples, [Piece((0,))]).routed_experts is None
     longer, moved = pad_to(batch, 10), align(pack(samples, [Piece((0,)), Piece((2,))]), 2, total=4)
-    assert longer.routes[:, 0, 0].tolist() == [-1, 10, 11, 12, 13, 22, -1, -1, -1, -1]
+    assert longer.routed_experts[:, 0, 0].tolist() == [-1, 10, 11, 12, 13, 22, -1, -1, -1, -1]
     assert moved.tokens.tolist() == [9, 0, 0, 0, 1, 2, 3, 0]
-    assert moved.routes[:, 0, 0].tolist() == [-1, -1, -1, -1, 20, 21, 22, -1]
+    assert moved.routed_experts[:, 0, 0].tolist() == [-1, -1, -1, -1, 20, 21, 22, -1]
 
 
 def test_a_prompt_is_shared_only_by_samples_whose_prompt_went_to_the_same_experts() -> None:

@@ -7,12 +7,12 @@ import sys
 import threading
 
 import torch.distributed as dist
-from polling import block_until
 
 from common.errors import TrainingError
 from common.waits import WaitTable
 from services.learner import signs as module
 from services.learner.signs import SILENT_S, Progress, Sign, Signs, Word, behind, whereabouts
+from tests.polling import block_until
 
 
 def sign(rank: int, **changes) -> Sign:

@@ -99,9 +99,15 @@ def test_one_mini_batch_keeps_the_order() -> None:
         ({"logprobs": np.array([-1.0, -np.inf], np.float32)}, "the log-prob -inf at completion token 1"),
         ({"completion_ids": np.array([3, 10], np.int32)}, "a token outside of the vocabulary of 10: 10"),
         ({"prompt_ids": np.array([-1], np.int32)}, "a token outside of the vocabulary of 10: -1"),
-        ({"routes": np.zeros((3, 2, 3), np.uint8)}, r"routes of shape \[3, 2, 3\] for a model that takes \[3, 2, 2\]"),
-        ({"routes": np.full((3, 2, 2), (3, 8), np.uint8)}, "a route to expert 8 of 8"),
-        ({"routes": np.full((3, 2, 2), 7, np.uint8)}, "routes that name expert 7 twice for token 0 in layer 0"),
+        (
+            {"routed_experts": np.zeros((3, 2, 3), np.uint8)},
+            r"routed_experts of shape \[3, 2, 3\] for a model that takes \[3, 2, 2\]",
+        ),
+        ({"routed_experts": np.full((3, 2, 2), (3, 8), np.uint8)}, "a route to expert 8 of 8"),
+        (
+            {"routed_experts": np.full((3, 2, 2), 7, np.uint8)},
+            "routed_experts that name expert 7 twice for token 0 in layer 0",
+        ),
     ],
 )
 def test_numbers_that_would_poison_the_weights_are_refused_by_sample(change: dict, text: str) -> None:
@@ -114,7 +120,7 @@ def test_numbers_that_would_poison_the_weights_are_refused_by_sample(change: dic
 
 def test_routes_into_a_model_without_experts_are_refused() -> None:
     dense = dataclasses.replace(ARCH, num_experts=0, experts_per_token=0)
-    sample = dataclasses.replace(make_samples([1])[0], routes=np.full((2, 2, 2), (1, 0), np.uint8))
+    sample = dataclasses.replace(make_samples([1])[0], routed_experts=np.full((2, 2, 2), (1, 0), np.uint8))
     check_samples([sample], ARCH, step=1)
     with pytest.raises(TrainingError, match="for a model that takes none"):
         check_samples([sample], dense, step=1)

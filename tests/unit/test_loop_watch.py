@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import structlog.testing
-from polling import until
 
 from common.loop_watch import LoopWatch
+from tests.polling import until
 
 ROOT = Path(__file__).resolve().parents[2]
 

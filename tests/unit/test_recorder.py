@@ -32,7 +32,7 @@ def test_a_report_has_error_waits_stacks_log_versions_and_config(recorder):
     thread = threading.Thread(target=release.wait, name="the-stuck-one")
     thread.start()
     recorder.keep(None, "info", {"event": "hello", "token": "abcdef123"})
-    with recorder.waits.named("weights v3", on="learner", timeout_s=9, limit_key="run.sync_timeout_s"):
+    with recorder.waits.named("weights v3", on="learner", timeout_s=9, limit_key="run.weight_update_timeout_s"):
         path = recorder.write(failed(PeerError("The coordinator is gone.")))
     release.set()
     thread.join()

@@ -12,10 +12,10 @@ import pytest
 
 from common.errors import ConfigError, ForebayError
 from protocol.verdicts import JudgeResult, Verdict
-from services.reward import once
 from services.reward.config import RewardConfig
 from services.reward.lines import LineReader, LineWriter
 from services.reward.public_format import MAX_LINE_BYTES
+from services.tools import judge_file as once
 
 SUITE = {"kind": "asserts", "entry_point": "f", "code": "assert f(1) == 1"}
 VERDICTS = {"good": Verdict.ACCEPTED, "bad": Verdict.WRONG_ANSWER, "infra": Verdict.INFRA_ERROR}

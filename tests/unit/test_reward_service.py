@@ -6,7 +6,6 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from polling import until
 
 from common.errors import PeerError
 from common.waits import WaitTable
@@ -19,6 +18,7 @@ from protocol.verdicts import JudgeResult, TestResult, Verdict
 from services.reward.config import RewardConfig
 from services.reward.service import MAX_RESULT_BYTES, RewardNode, fit_to_send
 from services.reward.suite_store import SuiteStore
+from tests.polling import until
 
 SUITES = [AssertSuite(entry_point="f", code=f"assert f({n}) == {n}") for n in range(4)]
 RIGHT = JudgeResult(verdict=Verdict.ACCEPTED, reward=1.0)

@@ -15,8 +15,8 @@ from services.rollout.config import RolloutConfig
 from services.rollout.engine import Completion, EngineDied
 from services.rollout.service import RolloutNode
 
-PLAN = m.SyncPlan(
-    sync_id=1, tag=VersionTag(version=1), stores=[], members=[], world_size=1, group_key="k", timeout_s=9.0
+PLAN = m.WeightUpdatePlan(
+    update_id=1, tag=VersionTag(version=1), stores=[], members=[], world_size=1, group_key="k", timeout_s=9.0
 )
 
 
@@ -79,10 +79,10 @@ async def test_an_engine_that_is_found_dead_during_an_update_ends_the_node(tmp_p
     )
     run = RunConfig(id="r", dir=tmp_path, model=tmp_path)
     node = RolloutNode(run, RolloutConfig(engine="fake"), Engine(), channel, WaitTable())
-    plan = PLAN.model_copy(update={"members": [m.SyncMember(node_id="a", first_rank=1, num_workers=1)]})
+    plan = PLAN.model_copy(update={"members": [m.WeightUpdateMember(node_id="a", first_rank=1, num_workers=1)]})
     await node._take_weights(plan)
     assert isinstance(channel.failed.exception(), EngineDied)
-    assert "sync_failed" not in told, "a dead engine's node leaves; it doesn't serve on with old weights"
+    assert "weight_update_failed" not in told, "a dead engine's node leaves; it doesn't serve on with old weights"
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -218,7 +218,7 @@ async def test_a_plan_that_comes_twice_or_late_and_an_abort_of_another_one_chang
 
     class Engine(IdleEngine):
         async def form_groups(self, plan, member):
-            formed.append(plan.sync_id)
+            formed.append(plan.update_id)
             await asyncio.sleep(0.05)
 
         async def leave_groups(self):
@@ -227,15 +227,17 @@ async def test_a_plan_that_comes_twice_or_late_and_an_abort_of_another_one_chang
         async def update_weights(self, plan):
             return 0.0
 
-    plan = PLAN.model_copy(update={"sync_id": 7, "members": [m.SyncMember(node_id="a", first_rank=1, num_workers=1)]})
-    older = plan.model_copy(update={"sync_id": 6})
-    channel = Pushes(plan, plan, older, m.SyncAborted(sync_id=6, reason="late"))
+    plan = PLAN.model_copy(
+        update={"update_id": 7, "members": [m.WeightUpdateMember(node_id="a", first_rank=1, num_workers=1)]}
+    )
+    older = plan.model_copy(update={"update_id": 6})
+    channel = Pushes(plan, plan, older, m.WeightUpdateAborted(update_id=6, reason="late"))
     run = RunConfig(id="r", dir=tmp_path, model=tmp_path)
     node = RolloutNode(run, RolloutConfig(engine="fake"), Engine(), channel, WaitTable())
     await node._serve_pushes()
-    await node._sync
+    await node._weight_update
     assert (formed, left) == ([7], [])
-    assert [message.kind for message in channel.told] == ["sync_ready", "sync_done"]
+    assert [message.kind for message in channel.told] == ["weight_update_ready", "weights_loaded"]
 
 
 async def test_who_hears_of_an_abort_only_as_the_answer_to_its_ready_leaves_the_groups(tmp_path):
@@ -248,14 +250,14 @@ async def test_who_hears_of_an_abort_only_as_the_answer_to_its_ready_leaves_the_
         async def leave_groups(self):
             left.append(True)
 
-    plan = PLAN.model_copy(update={"members": [m.SyncMember(node_id="a", first_rank=1, num_workers=1)]})
-    channel = Pushes(plan, answer=m.SyncAborted(sync_id=1, reason="it is over"))
+    plan = PLAN.model_copy(update={"members": [m.WeightUpdateMember(node_id="a", first_rank=1, num_workers=1)]})
+    channel = Pushes(plan, answer=m.WeightUpdateAborted(update_id=1, reason="it is over"))
     run = RunConfig(id="r", dir=tmp_path, model=tmp_path)
     node = RolloutNode(run, RolloutConfig(engine="fake"), Engine(), channel, WaitTable())
     await node._serve_pushes()
-    await node._sync
+    await node._weight_update
     assert left == [True]
-    assert [message.kind for message in channel.told] == ["sync_ready"]
+    assert [message.kind for message in channel.told] == ["weight_update_ready"]
 
 
 async def test_a_plan_that_the_end_of_its_round_has_overtaken_begins_nothing(tmp_path):
@@ -263,9 +265,9 @@ async def test_a_plan_that_the_end_of_its_round_has_overtaken_begins_nothing(tmp
         async def leave_groups(self):
             pass
 
-    plan = PLAN.model_copy(update={"members": [m.SyncMember(node_id="a", first_rank=1, num_workers=1)]})
-    channel = Pushes(m.SyncAborted(sync_id=1, reason="b died"), plan)
+    plan = PLAN.model_copy(update={"members": [m.WeightUpdateMember(node_id="a", first_rank=1, num_workers=1)]})
+    channel = Pushes(m.WeightUpdateAborted(update_id=1, reason="b died"), plan)
     run = RunConfig(id="r", dir=tmp_path, model=tmp_path)
     node = RolloutNode(run, RolloutConfig(engine="fake"), Engine(), channel, WaitTable())
     await node._serve_pushes()
-    assert node._sync is None
+    assert node._weight_update is None

@@ -51,7 +51,7 @@ def test_what_is_written_like_a_secret_goes_and_the_rest_stays(text):
         "run.max_prompt_tokens=64 is over the limit",
         "tokens: generated 12, trained 12",
         "train/num_tokens=1.5e+06",
-        "limit_key='run.sync_timeout_s'",
+        "limit_key='run.weight_update_timeout_s'",
         "tcp://127.0.0.1:5710",
     ],
 )

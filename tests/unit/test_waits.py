@@ -7,13 +7,13 @@ import pytest
 from common.errors import WaitTimeout
 from common.waits import Idle, Overdue, WaitTable
 
-LIMIT = {"timeout_s": 60.0, "limit_key": "run.sync_timeout_s"}
+LIMIT = {"timeout_s": 60.0, "limit_key": "run.weight_update_timeout_s"}
 
 
 def test_open_waits_are_listed_oldest_first_and_vanish_with_their_block():
     waits = WaitTable()
     with waits.named("leases", on="coordinator", **LIMIT):
-        with waits.named("weights v3", on="learner", timeout_s=5, limit_key="run.sync_timeout_s"):
+        with waits.named("weights v3", on="learner", timeout_s=5, limit_key="run.weight_update_timeout_s"):
             assert [(wait.what, wait.on) for wait in waits.snapshot()] == [
                 ("leases", "coordinator"),
                 ("weights v3", "learner"),
@@ -42,12 +42,12 @@ def test_a_wait_vanishes_when_its_block_raises():
 def test_a_wait_that_nobody_ends_is_overdue_after_some_looks_past_its_deadline():
     waits = WaitTable()
     overdue = Overdue(waits)
-    with waits.named("a plan", on="coordinator", timeout_s=0, limit_key="run.sync_timeout_s"):
+    with waits.named("a plan", on="coordinator", timeout_s=0, limit_key="run.weight_update_timeout_s"):
         with waits.named("leases", on="coordinator", **LIMIT):
             looks = [overdue.look() for _ in range(Overdue.LOOKS)]
         assert looks[:-1] == [None] * (Overdue.LOOKS - 1)
         assert "for a plan from coordinator" in str(looks[-1])
-        assert "run.sync_timeout_s" in str(looks[-1])
+        assert "run.weight_update_timeout_s" in str(looks[-1])
     assert overdue.look() is None
 
 
@@ -55,7 +55,7 @@ def test_a_late_wait_that_ends_between_two_looks_is_forgiven():
     waits = WaitTable()
     overdue = Overdue(waits)
     for _ in range(2 * Overdue.LOOKS):
-        with waits.named("a plan", on="coordinator", timeout_s=0, limit_key="run.sync_timeout_s"):
+        with waits.named("a plan", on="coordinator", timeout_s=0, limit_key="run.weight_update_timeout_s"):
             assert overdue.look() is None
 
 
@@ -87,8 +87,10 @@ async def test_a_wait_that_is_over_gives_its_result():
 async def test_an_expired_wait_says_what_for_on_whom_and_which_limit():
     waits = WaitTable()
     forever = asyncio.get_running_loop().create_future()
-    with pytest.raises(WaitTimeout, match=r"s for a plan from coordinator.*run\.sync_timeout_s"):
-        await waits.wait_for(forever, "a plan", on="coordinator", timeout_s=0.01, limit_key="run.sync_timeout_s")
+    with pytest.raises(WaitTimeout, match=r"s for a plan from coordinator.*run\.weight_update_timeout_s"):
+        await waits.wait_for(
+            forever, "a plan", on="coordinator", timeout_s=0.01, limit_key="run.weight_update_timeout_s"
+        )
     assert forever.cancelled()
     assert waits.snapshot() == []
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from services.faults import warm
+from tests.faults import warm
 
 # One that tells of the first order late, with the end of what it started, and then of the second one; a third one is its end.
 SLOW = """

@@ -23,17 +23,17 @@ class PackedSequences(PackedSeqParams):
     """Megatron's parameters of a packed micro-batch, and what our layers need beside them.
 
     ``segments``: where attention is causal, and what is shared. ``cos_sin``: of the positions, by ``rotary``. ``rows``: the completion
-    tokens whose log-probs the last pipeline stage returns. ``routes``: int16[t, layers, k] of this rank's positions, see ``routing``.
+    tokens whose log-probs the last pipeline stage returns. ``routed_experts``: int16[t, layers, k] of this rank's positions, see ``routing``.
     """
 
     segments: Segments | None = None
     cos_sin: tuple[Tensor, Tensor] | None = None
     rows: LossRows | None = None
-    routes: Tensor | None = None
+    routed_experts: Tensor | None = None
 
     @classmethod
     def of(
-        cls, segments: Segments, cos_sin: tuple[Tensor, Tensor], rows: LossRows, routes: Tensor | None = None
+        cls, segments: Segments, cos_sin: tuple[Tensor, Tensor], rows: LossRows, routed_experts: Tensor | None = None
     ) -> PackedSequences:
         """Transformer Engine's attention reads the inherited fields; ours does not."""
         longest = max(segments.lengths)
@@ -46,7 +46,7 @@ class PackedSequences(PackedSeqParams):
             segments=segments,
             cos_sin=cos_sin,
             rows=rows,
-            routes=routes,
+            routed_experts=routed_experts,
         )
 
 

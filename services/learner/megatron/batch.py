@@ -19,7 +19,7 @@ from services.learner.megatron.rotary import Rotary
 from services.learner.megatron.segments import Segments
 from services.learner.megatron.vocab import LossRows
 from services.learner.packing import MicroBatch, pack
-from services.learner.routes import move_routes
+from services.learner.routed_experts import move_routes
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,11 @@ class DeviceBatch:
         if cut is not None:
             loss_positions, loss_labels = cut.row_positions, labels[cut.rows] if len(cut.rows) else labels[:1]
         rows = LossRows(loss_positions, loss_labels, vocab_size, temperature, entropy_gradient, cut)
-        routes = None if batch.routes is None else move(np.array_split(batch.routes[mine], sequence[1])[sequence[0]])
+        routed_experts = (
+            None
+            if batch.routed_experts is None
+            else move(np.array_split(batch.routed_experts[mine], sequence[1])[sequence[0]])
+        )
         return cls(
             tokens=move(batch.tokens[mine])[None],
             position_ids=position_ids[None],
@@ -80,7 +84,7 @@ class DeviceBatch:
             loss_mask=move(batch.loss_mask),
             behaviour_logprobs=move(batch.behaviour_logprobs),
             advantages=move(batch.advantages),
-            packed=PackedSequences.of(segments, rotary.cos_sin(position_ids, dtype), rows, routes),
+            packed=PackedSequences.of(segments, rotary.cos_sin(position_ids, dtype), rows, routed_experts),
             slots=torch.zeros(len(batch.labels), dtype=torch.int64, device=device)
             if batch.slots is None
             else move(batch.slots),
@@ -114,5 +118,5 @@ def pad_to(batch: MicroBatch, length: int) -> MicroBatch:
         tokens=np.append(batch.tokens, np.zeros(padding, np.int64)),
         position_ids=np.append(batch.position_ids, np.arange(padding)),
         cu_seqlens=np.append(batch.cu_seqlens, length).astype(np.int32),
-        routes=move_routes(batch.routes, np.arange(len(batch.tokens)), length),
+        routed_experts=move_routes(batch.routed_experts, np.arange(len(batch.tokens)), length),
     )

@@ -160,10 +160,10 @@ class Checkpointer:
         save_checkpoint_config(CheckpointingConfig("torch_dist", 1), str(partial))
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for file in partial.iterdir():
-            _sync(file)
+            _weight_update(file)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        _sync(final.parent)
+        _weight_update(final.parent)
 
     def load(self, path: Path) -> tuple[int, dict[str, Any]]:
         """Puts the state of ``path`` in place, whatever layout wrote it; returns (step, extra) as saved.
@@ -370,7 +370,7 @@ def _read(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
         ) from error
 
 
-def _sync(path: Path) -> None:
+def _weight_update(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

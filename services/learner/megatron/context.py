@@ -27,7 +27,7 @@ from torch import Tensor
 
 from services.learner.megatron.mcore import gather_from_sequence_parallel_region, parallel_state
 from services.learner.packing import MicroBatch
-from services.learner.routes import move_routes
+from services.learner.routed_experts import move_routes
 
 
 def align(batch: MicroBatch, num_ranks: int, *, total: int) -> MicroBatch:
@@ -53,7 +53,7 @@ def align(batch: MicroBatch, num_ranks: int, *, total: int) -> MicroBatch:
         position_ids=positions,
         cu_seqlens=starts.astype(np.int32),
         loss_positions=moved[batch.loss_positions],
-        routes=move_routes(batch.routes, moved, int(starts[-1])),
+        routed_experts=move_routes(batch.routed_experts, moved, int(starts[-1])),
     )
 
 

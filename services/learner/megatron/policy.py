@@ -220,7 +220,7 @@ class MegatronPolicy:
             raise InvariantError("The start model's weights are only kept where objective.kl_coef is over 0.")
         self.memory.need_weights()
         with self.reference.in_place():
-            return self.logprobs([dataclasses.replace(sample, routes=None) for sample in samples])
+            return self.logprobs([dataclasses.replace(sample, routed_experts=None) for sample in samples])
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:

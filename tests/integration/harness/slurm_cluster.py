@@ -23,7 +23,7 @@ from typing import Self
 from harness.requirements import find_program, require_programs, require_root
 from harness.runs import tie_to_parent
 
-from services.faults.processes import free_port
+from tests.faults.processes import free_port
 
 START_TIMEOUT_S = 200.0
 STOP_TIMEOUT_S = 60.0

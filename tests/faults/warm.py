@@ -1,9 +1,9 @@
 """Roles without the seconds of importing torch: a process that has imported everything forks each of them.
 
-    python -m services.faults.warm        started by ``Nursery``; orders on stdin, news on stdout, one JSON object a line
+    python -m tests.faults.warm        started by ``Nursery``; orders on stdin, news on stdout, one JSON object a line
 
 A forked role is a process of its own, with a session of its own, and runs ``services.cli.main`` with the words of its command; only the
-imports are shared. ``forebay faults`` starts its roles so, because importing is nine tenths of what a short run costs; its times of
+imports are shared. ``make faults`` starts its roles so, because importing is nine tenths of what a short run costs; its times of
 recovery are therefore those of the system without the start of an interpreter, which ``bench/recovery.py`` measures.
 """
 
@@ -61,7 +61,7 @@ class WarmProcess:
 class Nursery:
     """The warm process, seen from the suite. ``start`` is for one thread; the processes that it gives are for any."""
 
-    def __init__(self, command: Sequence[str] = (sys.executable, "-m", "services.faults.warm")) -> None:
+    def __init__(self, command: Sequence[str] = (sys.executable, "-m", "tests.faults.warm")) -> None:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         atexit.register(self.close)
         self._changed = threading.Condition()

@@ -5,14 +5,15 @@ import io
 import pytest
 from rich.console import Console
 
-from services import view, waits
-from services.view import learner_time, routing
+from services.tools import status as view
+from services.tools import waits
+from services.tools.status import learner_time, routing
 
 
 def test_the_learners_time_is_split_into_its_parts():
     steps = [
-        {"step": 1, "time/train_s": 3.0, "time/wait_batch_s": 1.0, "time/publish_s": 0.5},
-        {"step": 2, "time/train_s": 3.0, "time/wait_batch_s": 2.0, "time/publish_s": 0.5},
+        {"step": 1, "time/train_s": 3.0, "time/wait_batch_s": 1.0, "time/weight_update_s": 0.5},
+        {"step": 2, "time/train_s": 3.0, "time/wait_batch_s": 2.0, "time/weight_update_s": 0.5},
     ]
     assert learner_time(steps) == "60% training, 30% waiting for batches, 10% publishing"
     assert learner_time([]) == ""
@@ -21,7 +22,7 @@ def test_the_learners_time_is_split_into_its_parts():
 
 def test_what_replayed_routes_changed_is_shown_where_there_are_some():
     row = {"train/routing_replayed_share": 1.0, "train/routing_changed_share": 0.0312}
-    assert routing(row) == "routes replayed: 100.0% of the tokens; other experts than the trainer's own: 3.1%"
+    assert routing(row) == "routed_experts replayed: 100.0% of the tokens; other experts than the trainer's own: 3.1%"
     assert routing(row | {"train/routing_changed_share": 0.0}).endswith("0.0%")
     assert "own: -" in routing({"train/routing_replayed_share": 1.0})
     assert routing({}) == ""

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 from common.errors import ConfigError
-from services.faults.case import Case, Result, run_case
-from services.faults.cases.table import STAGES, all_cases
+from tests.faults.case import Case, Result, run_case
+from tests.faults.cases.table import STAGES, all_cases
 
 _COLUMNS = (
     ("fault", 72),
@@ -39,7 +39,7 @@ def select(names: Sequence[str], stages: Sequence[str], *, real: bool) -> list[C
     cases = all_cases()
     known = {case.name for case in cases}
     if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"There is no case {', '.join(unknown)}. forebay faults --list has them all.")
+        raise ConfigError(f"There is no case {', '.join(unknown)}. make faults --list has them all.")
     if unknown := [stage for stage in stages if stage not in STAGES]:
         raise ConfigError(f"There is no stage {', '.join(unknown)}. The stages are: {', '.join(STAGES)}.")
     if names:
@@ -65,7 +65,7 @@ def main(
     json_path: Path | None = None,
     keep: Path | None = None,
 ) -> int:
-    """Body of ``forebay faults``: 0 only if every case that could run has passed."""
+    """Body of ``make faults``: 0 only if every case that could run has passed."""
     cases = select(names, stages, real=real)
     if json_path is not None and not json_path.parent.is_dir():
         raise ConfigError(f"--json {json_path}: there is no folder {json_path.parent}.")

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from services.faults.case import Body, Case, Scene
-from services.faults.processes import Role, assert_gone, descendants
+from tests.faults.case import Body, Case, Scene
+from tests.faults.processes import Role, assert_gone, descendants
 
 LONG = {"coordinator.max_steps": 12, "learner.fake_step_s": 0.3}
 MORE = {"coordinator.max_steps": 8}
@@ -18,7 +18,7 @@ MOMENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "while a group is generated": ("generate_lease", {"direction": "down"}),
     "while a completion is judged": ("score_lease", {"direction": "down"}),
     "when a batch is handed out": ("batch", {"direction": "down"}),
-    "within a weight update": ("sync_go", {"node_id": "a"}),
+    "within a weight update": ("transfer_start", {"node_id": "a"}),
     "within the commit of a step": ("step_committed", {"direction": "up"}),
     "between a commit and its acknowledgement": ("ack", {"re_kind": "step_committed"}),
 }
@@ -263,7 +263,7 @@ CASES = [
     _kill_case("learner", "within a weight update", "update", "updating"),
     _kill_case("a", "within a weight update", "update", "updating", covers=(9,)),
     _kill_case("coordinator", "within a weight update", "update", "updating"),
-    Case("freeze-rollout-in-update", "update", "a rollout node is frozen within a weight update, for good", _freeze_for_good, (2,), {"run.sync_timeout_s": 300.0}),
+    Case("freeze-rollout-in-update", "update", "a rollout node is frozen within a weight update, for good", _freeze_for_good, (2,), {"run.weight_update_timeout_s": 300.0}),
     _kill_case("learner", "within the commit of a step", "commit", "committing"),
     _kill_case("coordinator", "within the commit of a step", "commit", "committing"),
     _kill_case("coordinator", "between a commit and its acknowledgement", "commit", "acknowledging"),

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from common.wait_graph import WaitRow, cycle_text
 from protocol.security import Keys
-from services.view import Status, fetch, plain_console
+from services.tools.status import Status, fetch, plain_console
 
 AGAIN_S = 1.0
 

@@ -8,11 +8,11 @@ import signal
 import time
 from collections import Counter
 
-from services.faults.case import Body, Case, Scene
-from services.faults.harness import SAME, task_line, task_lines
-from services.faults.interleave import lost_wakeups
-from services.faults.processes import assert_gone, command_of, descendants, seconds
-from services.faults.proxy import Seen, body_of
+from tests.faults.case import Body, Case, Scene
+from tests.faults.harness import SAME, task_line, task_lines
+from tests.faults.interleave import lost_wakeups
+from tests.faults.processes import assert_gone, command_of, descendants, seconds
+from tests.faults.proxy import Seen, body_of
 
 BAD = "the bad one"  # in the prompt that has the fault
 SLEEPY = "```python\nimport time\ndef f(x):\n    if x == 99: time.sleep(10**9)\n    return x + ({sample}) % 2\n```"
@@ -267,37 +267,37 @@ def _interleavings(scene: Scene) -> None:
 
 def _one_node_fails(scene: Scene) -> None:
     bad = scene.run.start("rollout", "bad", overrides=("rollout.fake.fail_update_at=3",))
-    rule = scene.proxy.when("sync_failed", lambda _: None)
+    rule = scene.proxy.when("weight_update_failed", lambda _: None)
     roles = scene.run.start_all("a", "b")
     scene.inject(rule.wait())
     scene.finish(bad, *roles.values())
-    assert [row["sync/acked"] for row in scene.run.summary()["steps"]] == [3, 3, 2, 3, 3, 3], (
+    assert [row["weight_update/acked"] for row in scene.run.summary()["steps"]] == [3, 3, 2, 3, 3, 3], (
         "it is back with the next version"
     )
     assert [event["version"] for event in bad.events("weights_updated")] == ["v1", "v2", "v4", "v5", "v6"]
 
 
 def _every_node_fails(scene: Scene) -> None:
-    rule = scene.proxy.when("sync_failed", lambda _: None)
+    rule = scene.proxy.when("weight_update_failed", lambda _: None)
     roles = scene.run.start_all("a", "b")
     scene.inject(rule.wait())
     scene.steps(2)
     healthy = scene.run.start("rollout", "healthy", overrides=("rollout.fake.fail_update_at=0",))
     scene.finish(healthy, *roles.values())
-    assert [row["sync/acked"] for row in scene.run.summary()["steps"]] == [2, 0, 3, 3]
+    assert [row["weight_update/acked"] for row in scene.run.summary()["steps"]] == [2, 0, 3, 3]
 
 
 def _slow_update(scene: Scene) -> None:
     """Updates take 0.5 s: nothing is sampled meanwhile, and every pause is in the books."""
-    rule = scene.proxy.when("sync_go", lambda _: None, node_id="a")
+    rule = scene.proxy.when("transfer_start", lambda _: None, node_id="a")
     roles = scene.run.start_all()
     scene.inject(rule.wait())
     scene.finish(*roles.values())
     said = {
-        (seen.identity, seen.seq): seen for seen in scene.proxy.seen if seen.kind == "sync_done"
+        (seen.identity, seen.seq): seen for seen in scene.proxy.seen if seen.kind == "weights_loaded"
     }  # once, if sent again
     told = [body_of(seen)["pause_s"] for seen in said.values()]
-    kept = [sync["pause_s"] for sync in scene.run.summary()["syncs"]]
+    kept = [sync["pause_s"] for sync in scene.run.summary()["weight_updates"]]
     assert len(told) == scene.run.config["coordinator"]["max_steps"]
     assert abs(sum(told) - sum(kept)) < 1e-6, f"pauses of {told} s were told, {kept} s are kept"
     assert min(told) >= 0.5
@@ -305,7 +305,7 @@ def _slow_update(scene: Scene) -> None:
 
 def _old_weights(scene: Scene) -> None:
     """The engine says v3 and holds v2's weights: the alarm refuses the first batch that was made with them."""
-    rule = scene.proxy.when("sync_done", lambda _: None, skip=2)
+    rule = scene.proxy.when("weights_loaded", lambda _: None, skip=2)
     roles = scene.run.start_all()
     scene.inject(rule.wait())
     learner = roles.pop("learner")
@@ -329,7 +329,7 @@ CASES = [
     Case("freeze-judge-process", "judge", "the process that judges is frozen for good, below one of two reward nodes", _judge_process(signal.SIGSTOP), (51,), {"coordinator.score_timeout_s": 1.5}),
     Case("task-never-judged", "judge", "every judgement of one task is an infrastructure error", _never_judged, (), {"coordinator.task_attempts": 2, "coordinator.shuffle": False}, json.dumps({"task_id": "bad", "prompt": BAD, "tests": {"kind": "custom", "grader": "no-such-grader"}}) + "\n" + task_lines(4)),
     Case("lost-wake-ups", "train", "10,000 random orders of a batch's arrival and the request for it", _interleavings, (22,), ends="", noticed=False),
-    Case("one-node-fails-update", "update", "one of three engines fails a weight update", _one_node_fails, (14,), {"coordinator.node_timeout_s": 30.0, "run.sync_timeout_s": 60.0}),
+    Case("one-node-fails-update", "update", "one of three engines fails a weight update", _one_node_fails, (14,), {"coordinator.node_timeout_s": 30.0, "run.weight_update_timeout_s": 60.0}),
     Case("every-node-fails-update", "update", "all engines fail a weight update", _every_node_fails, (9,), {**ON_POLICY, "coordinator.max_steps": 4, "rollout.fake.fail_update_at": 2}),
     Case("slow-update", "update", "each weight update takes half a second", _slow_update, (10, 34), {"rollout.fake.update_s": 0.5, "coordinator.max_steps": 4}, noticed=False),
     Case("old-weights", "update", "an engine says that it has the new weights and keeps the old", _old_weights, (12,), {**ON_POLICY, "rollout.fake.keep_weights_from": 3, "rollout.fake.logprobs_tell_weights": True, "learner.fake_gap_alarm": 0.002}, ends="stopped"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from common.wait_graph import WaitRow, cycle_text
 
 if TYPE_CHECKING:
-    from services.postmortem import Known
+    from services.tools.postmortem import Known
 
 SHOWN_WAITS = 12
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.net import outgoing_ports
-from services.faults.warm import WarmProcess, nursery
+from tests.faults.warm import WarmProcess, nursery
 
 _ROLES = {"services.coordinator", "services.rollout", "services.reward", "services.learner"}
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,9 +9,9 @@ import subprocess
 import time
 from pathlib import Path
 
-from services.faults.case import Case, NotRun, Scene
-from services.faults.harness import Run
-from services.faults.processes import ROOT, Role, assert_gone, assert_none_of, descendants, free_port
+from tests.faults.case import Case, NotRun, Scene
+from tests.faults.harness import Run
+from tests.faults.processes import ROOT, Role, assert_gone, assert_none_of, descendants, free_port
 
 CLOCK = Path(__file__).resolve().parents[1] / "clock"
 # Of roles whose interpreters start for themselves, which takes as long as the machine needs.
@@ -20,7 +20,7 @@ COLD = {
     "learner.fake_step_s": 0.3,
     "coordinator.no_progress_timeout_s": 120.0,
     "run.join_timeout_s": 120.0,
-    "run.sync_timeout_s": 120.0,  # a learner that wants to publish waits for a coordinator that starts again
+    "run.weight_update_timeout_s": 120.0,  # a learner that wants to publish waits for a coordinator that starts again
 }
 
 

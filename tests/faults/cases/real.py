@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from services.faults.case import Case, NotRun, Scene
-from services.faults.processes import ROOT, Role, assert_gone, command_of, descendants
+from tests.faults.case import Case, NotRun, Scene
+from tests.faults.processes import ROOT, Role, assert_gone, command_of, descendants
 
 QUICKSTART = ROOT / "deploy" / "quickstart"
 REAL: dict[str, Any] = {
@@ -20,7 +20,7 @@ REAL: dict[str, Any] = {
     "run.max_prompt_tokens": 96,
     "run.max_completion_tokens": 72,
     "run.join_timeout_s": 240.0,
-    "run.sync_timeout_s": 120.0,
+    "run.weight_update_timeout_s": 120.0,
     "coordinator.tasks": str(QUICKSTART / "tasks_train.jsonl"),
     "coordinator.group_size": 4,
     "coordinator.groups_per_step": 4,

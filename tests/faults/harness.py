@@ -18,10 +18,10 @@ from typing import Any
 from common.errors import PeerError
 from protocol.client import ask
 from protocol.messages import StopRequest
-from services import view
-from services.faults import evidence
-from services.faults.processes import Role, free_port
-from services.faults.proxy import Proxy, Rule, body_of
+from services.tools import status as view
+from tests.faults import evidence
+from tests.faults.processes import Role, free_port
+from tests.faults.proxy import Proxy, Rule, body_of
 
 LUCKY = "```python\ndef f(x):\n    return x + ({sample}) % 2\n```"  # right every other time: one group, both rewards
 SAME = "```python\ndef f(x):\n    return x\n```"
@@ -65,7 +65,7 @@ def base_config(folder: Path, address: str) -> dict[str, Any]:
             "max_prompt_tokens": 64,
             "max_completion_tokens": 64,
             "join_timeout_s": 30,
-            "sync_timeout_s": 60,
+            "weight_update_timeout_s": 60,
         },
         "coordinator": coordinator,
         "rollout": {"engine": "fake", "max_concurrent_groups": 4, "fake": {"completion": LUCKY, "num_tokens": 8}},

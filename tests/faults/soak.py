@@ -1,4 +1,4 @@
-"""Random kills over all roles for a given time or number: ``forebay faults --kills N`` or ``--soak SECONDS``.
+"""Random kills over all roles for a given time or number: ``make faults --kills N`` or ``--soak SECONDS``.
 
 One run of fakes that goes on all the time. Every half second or so a victim is drawn: the coordinator, a rollout node, a reward node,
 the learner, or the whole run at once; it is killed with SIGKILL, or (one time in five) frozen and let go on some seconds later. What was
@@ -19,11 +19,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from services.faults.case import LIMITS
-from services.faults.evidence import Verdict
-from services.faults.harness import Run, task_lines
-from services.faults.processes import Role
-from services.faults.suite import _ended_by_sigterm, _logs_in
+from tests.faults.case import LIMITS
+from tests.faults.evidence import Verdict
+from tests.faults.harness import Run, task_lines
+from tests.faults.processes import Role
+from tests.faults.suite import _ended_by_sigterm, _logs_in
 
 FLEET = {"coordinator": "coordinator", "judge": "reward", "judge-2": "reward", "a": "rollout", "b": "rollout", "learner": "learner"}  # fmt: skip
 WEIGHTS = {"coordinator": 2, "judge": 1, "judge-2": 1, "a": 1, "b": 1, "learner": 2, "whole run": 1}
@@ -125,7 +125,7 @@ class Soak:
 
 
 def main(*, kills: int | None, seconds: float | None, seed: int, keep: Path | None) -> int:
-    """Body of ``forebay faults --kills N`` or ``--soak SECONDS``: its exit code."""
+    """Body of ``make faults --kills N`` or ``--soak SECONDS``: its exit code."""
     console = Console()
     with _logs_in(keep) as folder, _ended_by_sigterm():
         soak = Soak(folder / f"soak-{seed}", seed)

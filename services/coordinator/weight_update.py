@@ -1,37 +1,37 @@
 """One weight update, as the coordinator sees it.
 
     learner          coordinator          rollout nodes
-      | SyncRequest ----> |                     |
-      | <---- SyncPlan -- | -- SyncPlan ------> |      both sides form (or keep) the process groups
-      | SyncReady ------> | <------ SyncReady - |
-      | <------ SyncGo -- | -- SyncGo --------> |      the answers, only when everybody is ready
+      | WeightUpdateRequest ----> |                     |
+      | <---- WeightUpdatePlan -- | -- WeightUpdatePlan ------> |      both sides form (or keep) the process groups
+      | WeightUpdateReady ------> | <------ WeightUpdateReady - |
+      | <------ TransferStart -- | -- TransferStart --------> |      the answers, only when everybody is ready
       | ============== weight tensors ========> |
-      | SyncSent -------> | <------- SyncDone - |      or SyncFailed: that node is fenced
-      | <-- SyncResult -- | -- Ack -----------> |
+      | TransferDone -------> | <------- WeightsLoaded - |      or WeightUpdateFailed: that node is fenced
+      | <-- WeightUpdateResult -- | -- Ack -----------> |
 
-All but the nodes' SyncPlan are requests and their answers, which come again when they are lost; a node that isn't ready is sent its plan again.
-A failure or a death before ``SyncSent`` aborts the round: all are told at once, and the learner ends whatever wait the others
+All but the nodes' WeightUpdatePlan are requests and their answers, which come again when they are lost; a node that isn't ready is sent its plan again.
+A failure or a death before ``TransferDone`` aborts the round: all are told at once, and the learner ends whatever wait the others
 sit in (``weights.abort_group``) and asks again, without a node that is at fault. After it, the node alone is fenced.
-``SyncRound`` is the state; the service sends.
+``WeightUpdate`` is the state; the service sends.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from protocol.messages import SyncMember, SyncPlan, SyncRequest
+from protocol.messages import WeightUpdateMember, WeightUpdatePlan, WeightUpdateRequest
 from protocol.versions import VersionTag
 from services.coordinator.membership import Node
 
 
 @dataclass
-class SyncRound:
+class WeightUpdate:
     """``*_seq`` are requests of the learner that wait for their answer (0: none); ``ready`` has those of the nodes."""
 
-    plan: SyncPlan
+    plan: WeightUpdatePlan
     started_at: float
     deadline: float
-    members: dict[str, SyncMember] = field(init=False)
+    members: dict[str, WeightUpdateMember] = field(init=False)
     told_at: dict[str, float] = field(init=False)  # when each node was last sent the plan
     ready: dict[str, int] = field(default_factory=dict)
     done: dict[str, float] = field(default_factory=dict)  # node -> seconds of its pause
@@ -47,9 +47,9 @@ class SyncRound:
         self.told_at = dict.fromkeys(self.members, self.started_at)
 
     @property
-    def sync_id(self) -> int:
+    def update_id(self) -> int:
         """Of the plan."""
-        return self.plan.sync_id
+        return self.plan.update_id
 
     @property
     def tag(self) -> VersionTag:
@@ -95,11 +95,11 @@ class StandingGroup:
         self._members: list[bytes] | None = None
         self._key = ""
 
-    def key_for(self, nodes: list[Node], sync_id: int) -> str:
+    def key_for(self, nodes: list[Node], update_id: int) -> str:
         """The key for these members: the standing group's, or a new one, which makes all sides form their groups anew."""
         members = sorted(node.identity for node in nodes)
         if members != self._members:
-            self._members, self._key = members, f"sync-{sync_id}"
+            self._members, self._key = members, f"sync-{update_id}"
         return self._key
 
     def break_up(self) -> None:
@@ -107,21 +107,27 @@ class StandingGroup:
         self._members = None
 
 
-def plan_round(
-    sync_id: int, request: SyncRequest, nodes: list[Node], standing: StandingGroup, *, now: float, timeout_s: float
-) -> SyncRound:
+def plan_weight_update(
+    update_id: int,
+    request: WeightUpdateRequest,
+    nodes: list[Node],
+    standing: StandingGroup,
+    *,
+    now: float,
+    timeout_s: float,
+) -> WeightUpdate:
     """Ranks for all receivers: the sender is 0, then each node's workers in order of node id."""
     members, rank = [], 1
     for node in sorted(nodes, key=lambda node: node.node_id):
-        members.append(SyncMember(node_id=node.node_id, first_rank=rank, num_workers=node.num_workers))
+        members.append(WeightUpdateMember(node_id=node.node_id, first_rank=rank, num_workers=node.num_workers))
         rank += node.num_workers
-    plan = SyncPlan(
-        sync_id=sync_id,
+    plan = WeightUpdatePlan(
+        update_id=update_id,
         tag=request.tag,
         stores=request.stores,
         members=members,
         world_size=rank,
-        group_key=standing.key_for(nodes, sync_id),
+        group_key=standing.key_for(nodes, update_id),
         timeout_s=timeout_s,
     )
-    return SyncRound(plan, started_at=now, deadline=now + timeout_s)
+    return WeightUpdate(plan, started_at=now, deadline=now + timeout_s)

@@ -95,7 +95,7 @@ def step_line(row: dict[str, Any]) -> str:
         f"staleness {_show(row, 'staleness/mean', '{:.2f}')} (max {_show(row, 'staleness/max', '{:.0f}')})  "
         f"log-prob gap {_show(row, 'train/logprob_gap_mean', '{:.4f}')}  grad {_show(row, 'train/grad_norm', '{:.3f}')}  "
         f"train {_show(row, 'time/train_s', '{:.2f}')} s ({trained:.0f} tok/s)  "
-        f"publish {_show(row, 'time/publish_s', '{:.2f}')} s"
+        f"publish {_show(row, 'time/weight_update_s', '{:.2f}')} s"
     )
 
 
@@ -130,11 +130,11 @@ def _headline(status: Status) -> RenderableType:
 
 
 def routing(row: dict[str, Any]) -> str:
-    """Of a step whose samples came with routes: how many tokens went where the engine sent them, and what that changed; else ''."""
+    """Of a step whose samples came with routed_experts: how many tokens went where the engine sent them, and what that changed; else ''."""
     if "train/routing_replayed_share" not in row:
         return ""
     replayed, changed = (_show(row, f"train/routing_{which}_share", "{:.1%}") for which in ("replayed", "changed"))
-    return f"routes replayed: {replayed} of the tokens; other experts than the trainer's own: {changed}"
+    return f"routed_experts replayed: {replayed} of the tokens; other experts than the trainer's own: {changed}"
 
 
 def _nodes(status: Status, rate: dict[str, float]) -> RenderableType:
@@ -190,11 +190,11 @@ def _outcome(summary: Status, log_dir: str) -> RenderableType:
     resumed = summary["steps"] and summary["steps"][0]["at"] < summary["started_at"]
     took = f"; {summary['uptime_s']:.0f} s since it was resumed" if resumed else f" in {summary['uptime_s']:.0f} s"
     table.add_row("steps", f"{summary['version']} of {summary['max_steps']}{took}")
-    syncs = [sync for sync in summary["syncs"] if "total_s" in sync]
+    syncs = [sync for sync in summary["weight_updates"] if "total_s" in sync]
     if syncs:
         table.add_row(
             "weight updates",
-            f"{summary['num_syncs']}: {fmean(s['total_s'] for s in syncs):.2f} s each, of which generation paused "
+            f"{summary['num_weight_updates']}: {fmean(s['total_s'] for s in syncs):.2f} s each, of which generation paused "
             f"{fmean(s['pause_s'] for s in syncs):.2f} s; {syncs[-1]['bytes'] / 1e6:.1f} MB",
         )
     if times := learner_time(summary["steps"]):
@@ -216,7 +216,11 @@ def _outcome(summary: Status, log_dir: str) -> RenderableType:
 
 def learner_time(steps: list[dict[str, Any]]) -> str:
     """What the learner did with its time in ``steps``; '' if no step measured it."""
-    parts = {"training": "time/train_s", "waiting for batches": "time/wait_batch_s", "publishing": "time/publish_s"}
+    parts = {
+        "training": "time/train_s",
+        "waiting for batches": "time/wait_batch_s",
+        "publishing": "time/weight_update_s",
+    }
     sums = {name: sum(row.get(key, 0.0) for row in steps) for name, key in parts.items()}
     total = sum(sums.values())
     return ", ".join(f"{seconds / total:.0%} {name}" for name, seconds in sums.items()) if total else ""

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.faults import evidence
-from services.faults.harness import Run
-from services.faults.processes import Role, seconds
-from services.faults.proxy import Proxy, Rule, Seen
+from tests.faults import evidence
+from tests.faults.harness import Run
+from tests.faults.processes import Role, seconds
+from tests.faults.proxy import Proxy, Rule, Seen
 
 # Short limits, so that a fault is over in seconds. A node_timeout_s below 2 s would take a busy machine's pauses for deaths.
 LIMITS: dict[str, Any] = {
@@ -22,14 +22,14 @@ LIMITS: dict[str, Any] = {
     "coordinator.no_progress_timeout_s": 25.0,
     "coordinator.leave_timeout_s": 5.0,
     "coordinator.max_steps": 6,
-    "run.sync_timeout_s": 6.0,
+    "run.weight_update_timeout_s": 6.0,
     "run.join_timeout_s": 25.0,
     "learner.fake_step_s": 0.1,
     "rollout.fake.tokens_per_s": 200.0,
 }
 # Events by which the system says that something is wrong, or has been. ``node_left`` counts unless the node said goodbye.
 SIGNS = {
-    "rejoined", "lease_expired", "lease_failed", "sync_aborted", "weight_update_failed", "message_refused", "node_refused",
+    "rejoined", "lease_expired", "lease_failed", "weight_update_aborted", "weight_update_failed", "message_refused", "node_refused",
     "sample_refused", "run_failed", "resumed", "not_judged", "judgement_retried", "publish_again", "nodes_did_not_leave",
     "frame_refused", "disk_full", "checkpoint_failed", "disk_has_space_again", "stood_still",
 }  # fmt: skip
@@ -189,7 +189,7 @@ def run_case(case: Case, folder: Path, *, seed: int = 0) -> Result:
     result = Result(case, folder=folder)
     started = time.monotonic()
     try:
-        # The fakes carry routes as well, so that no fault may part them from their tokens.
+        # The fakes carry routed_experts as well, so that no fault may part them from their tokens.
         changes = {**LIMITS, "run.routing_replay": not case.real, **case.changes}
         with Run(folder, changes, tasks=case.tasks, proxied=True, seed=seed, warm=not case.real) as run:
             scene = Scene(run)

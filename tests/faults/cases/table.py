@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.faults.case import Case
-from services.faults.cases import kills, machine, real, wire, work
+from tests.faults.case import Case
+from tests.faults.cases import kills, machine, real, wire, work
 
 STAGES = ("join", "generate", "judge", "train", "update", "commit", "whole run", "data", "machine")
 

@@ -29,8 +29,8 @@ from common.errors import ConfigError, ForebayError, PeerError
 from common.lifecycle import die_with_parent
 from protocol.client import ask
 from protocol.messages import StopRequest
-from services import view
 from services.config import Config, load_config, require_consistent
+from services.tools import status as view
 
 POLL_S = 0.5
 START_TIMEOUT_S = 30.0

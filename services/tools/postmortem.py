@@ -26,7 +26,7 @@ from protocol.client import ask
 from protocol.messages import Ack, CollectReports
 from protocol.security import Keys, read_keys
 from services.journal_reader import JournalFacts, read_journal
-from services.postmortem_story import Story, tell
+from services.tools.postmortem_story import Story, tell
 
 LOG_LINES = 2000
 LOG_BYTES = 4 << 20  # of the end of a log file, in which those lines are looked for
@@ -141,7 +141,7 @@ def _collect(known: Known, keys: Keys | None) -> bool:
     if not run.get("address"):
         return False
     try:
-        from services.view import fetch
+        from services.tools.status import fetch
 
         if fetch(run["address"], run.get("id", ""), timeout_s=ASK_TIMEOUT_S, keys=keys)["state"] != "running":
             return False

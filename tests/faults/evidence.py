@@ -30,8 +30,8 @@ from protocol.messages import (
     StepCommitted,
 )
 from services.coordinator.sample_arrays import array_parts
-from services.faults.processes import events_in
-from services.faults.proxy import Seen
+from tests.faults.processes import events_in
+from tests.faults.proxy import Seen
 
 Key = tuple[int, int]  # group, sample index
 GROUP_STRIDE = 4096  # as in services/coordinator/journal.py: sample_id = group_id * stride + sample_index

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from services.faults.case import Body, Case, Scene
-from services.faults.proxy import Rule
+from tests.faults.case import Body, Case, Scene
+from tests.faults.proxy import Rule
 
 # What travels at each stage: (kind, conditions). All of them are hit in one run, one after the other.
 STAGE_MESSAGES: dict[str, list[tuple[str, dict[str, Any]]]] = {
@@ -15,9 +15,9 @@ STAGE_MESSAGES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "judge": [("score_lease", {}), ("suite_request", {}), ("suite", {}), ("score_result", {}), ("ack", {"re_kind": "score_result"})],
     "train": [("batch_request", {}), ("batch", {}), ("step_committed", {}), ("ack", {"re_kind": "step_committed"})],
     "update": [
-        ("sync_request", {}), ("sync_plan", {"node_id": "learner"}), ("sync_plan", {"node_id": "a"}), ("sync_ready", {"node_id": "learner"}),
-        ("sync_ready", {"node_id": "a"}), ("sync_go", {"node_id": "learner"}), ("sync_go", {"node_id": "a"}), ("sync_sent", {}),
-        ("sync_done", {}), ("sync_result", {}),
+        ("weight_update_request", {}), ("weight_update_plan", {"node_id": "learner"}), ("weight_update_plan", {"node_id": "a"}), ("weight_update_ready", {"node_id": "learner"}),
+        ("weight_update_ready", {"node_id": "a"}), ("transfer_start", {"node_id": "learner"}), ("transfer_start", {"node_id": "a"}), ("transfer_done", {}),
+        ("weights_loaded", {}), ("weight_update_result", {}),
     ],
 }  # fmt: skip
 ARRAYS = ("sample_result", "suite", "batch")  # these come with array frames, which can be damaged, too
@@ -120,7 +120,7 @@ def _lost_shutdown(scene: Scene) -> None:
 LONG = {"coordinator.max_steps": 10, "learner.fake_step_s": 0.3}
 CASES = [
     *(_wire_case(action, stage) for stage in STAGE_MESSAGES for action in WORDS),
-    Case("chaos", "whole run", "a tenth of all messages is lost, doubled, late or overtaken, of all kinds", _chaos, changes={"coordinator.max_steps": 12, "coordinator.generate_timeout_s": 3.0, "run.sync_timeout_s": 30.0}, slow=True),
+    Case("chaos", "whole run", "a tenth of all messages is lost, doubled, late or overtaken, of all kinds", _chaos, changes={"coordinator.max_steps": 12, "coordinator.generate_timeout_s": 3.0, "run.weight_update_timeout_s": 30.0}, slow=True),
     Case("cut-off-rollout", "generate", "a rollout node is cut off for 4 s", _cut_off("a", 4), changes=LONG),
     Case("cut-off-reward", "judge", "the reward node is cut off for 4 s", _cut_off("judge", 4), changes=LONG),
     Case("cut-off-learner", "train", "the learner is cut off for 4 s", _cut_off("learner", 4), changes=LONG),
