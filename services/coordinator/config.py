@@ -24,7 +24,7 @@ class CoordinatorConfig(StrictModel):
     max_steps: int = Field(ge=1)
     max_epochs: int = Field(default=0, ge=0)  # 0: the tasks are gone through as often as the steps take
     max_staleness: int = Field(default=1, ge=0, le=64)  # optimizer steps
-    bypass_window: int = Field(default=0, ge=0)  # groups; see services/coordinator/admission.py
+    bypass_window: int = Field(default=0, ge=0)  # groups; see services/coordinator/core/admission.py
     min_group_size: int = Field(default=2, ge=2)
     dynamic_sampling: bool = False  # refill groups whose rewards are all equal
     # Of dynamic_sampling: after so many the step goes on with what there is.
@@ -58,7 +58,7 @@ class CoordinatorConfig(StrictModel):
         if self.bypass_window > most:
             raise ValueError(
                 f"bypass_window {self.bypass_window} is over max_staleness * groups_per_step = {most}: "
-                "no step could ever be filled (services/coordinator/admission.py has the proof)"
+                "no step could ever be filled (services/coordinator/core/admission.py has the proof)"
             )
         if self.node_timeout_s < 3 * self.heartbeat_interval_s:
             raise ValueError("node_timeout_s must be at least 3 * heartbeat_interval_s, or one late beat kills a node")

@@ -25,9 +25,10 @@ from typing import Any
 import structlog
 
 from common.errors import ConfigError, ForebayError, InvariantError
-from services.coordinator.groups import Group
-from services.coordinator.records import PoolState, Record
-from services.coordinator.rows import SCHEMA, SCHEMA_VERSION, STATEMENTS, load_groups, load_state, row_of, write
+from services.coordinator.core.effects import Record
+from services.coordinator.core.groups import Group
+from services.coordinator.core.pool import PoolState
+from services.coordinator.schema import SCHEMA, SCHEMA_VERSION, STATEMENTS, load_groups, load_state, row_of, write
 
 log = structlog.get_logger()
 

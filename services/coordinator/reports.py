@@ -20,7 +20,7 @@ from common.recorder import MAX_REPORT_BYTES, RECORDER, write_atomically
 from protocol import messages as m
 from protocol.codec import Received
 from protocol.router import CoordinatorSocket
-from services.coordinator.membership import Node, Reply
+from services.coordinator.core.membership import Node
 
 log = structlog.get_logger()
 
@@ -30,26 +30,19 @@ PATIENCE_S = 2.5  # for the answers of all nodes
 class Reports:
     """See the module. Files are small and few; they are written in threads all the same, for the run's disk may be slow."""
 
-    def __init__(self, run_dir: Path, *, reply: Reply) -> None:
+    def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "reports"
-        self._reply = reply
         self._missing: set[str] = set()
         self._writes: set[asyncio.Task[Any]] = set()
 
-    def ask(self, nodes: Iterable[Node]) -> None:
-        """Ask ``nodes`` for their reports."""
-        for node in nodes:
-            self._missing.add(node.node_id)
-            self._reply(node.identity, m.ReportRequest())
-
-    def on_report(self, node: Node, message: m.Report, received: Received) -> None:
+    def on_report(self, node: Node, received: Received) -> None:
         """An answer. Too big a one is dropped: nobody of ours sends it."""
         self._missing.discard(node.node_id)
         data = received.arrays["json_utf8"].tobytes()
         if len(data) <= MAX_REPORT_BYTES:
             self._write(self._path(node), data)
 
-    def node_died(self, node: Node, reason: str) -> None:
+    def node_died(self, node: Node, reason: str, lease_ids: list[str]) -> None:
         """It left without a goodbye: keep what it last said, unless it has left a report of its own."""
         if self._path(node).exists():
             return
@@ -65,13 +58,13 @@ class Reports:
             "counters": node.counters,
             "loop_lag_ms": node.loop_lag_ms,
             "waits": [wait.model_dump() for wait in node.waits],
-            "leases": sorted(node.lease_ids),
+            "leases": lease_ids,
         }
         self._write(self._path(node), json.dumps(last, indent=1).encode())
 
     async def collect(self, nodes: Iterable[Node]) -> str:
-        """Have every node and this process write its report; returns who did not, within ``PATIENCE_S``. The loop must go on turning."""
-        self.ask(nodes)
+        """Write this process's report, and take in those that ``nodes`` were asked for; returns who did not answer within ``PATIENCE_S``. The loop must go on turning."""
+        self._missing |= {node.node_id for node in nodes}
         self._write(self._folder / f"coordinator-{os.getpid()}.json", RECORDER.report_bytes())
         deadline = time.monotonic() + PATIENCE_S
         while self._missing and time.monotonic() < deadline:  # noqa: ASYNC110
@@ -91,7 +84,7 @@ class Reports:
                     for identity, received in await socket.recv():
                         if identity in waiting and isinstance(received.message, m.Report):
                             waiting.discard(identity)
-                            self.on_report(by_identity[identity], received.message, received)
+                            self.on_report(by_identity[identity], received)
         await self.finish()
 
     async def finish(self) -> None:

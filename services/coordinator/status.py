@@ -6,11 +6,12 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from services.coordinator.groups import GroupStatus
-from services.coordinator.membership import Node, is_current
-from services.coordinator.waits import all_waits, cycles
+from services.coordinator.core.groups import GroupStatus
+from services.coordinator.core.membership import Node, is_current
+from services.coordinator.core.waits import all_waits, cycles
 
 if TYPE_CHECKING:
+    from services.coordinator.core.core import Core
     from services.coordinator.service import Coordinator
 
 RECENT_TASKS_OUT = 50
@@ -19,24 +20,25 @@ OLDEST_GROUPS = 20
 
 def build_status(coordinator: Coordinator) -> dict[str, Any]:
     """A JSON-able dict. Tokens are completion tokens; ages and durations are seconds; ``steps`` has the last 200."""
-    pool, members = coordinator.pool, coordinator.members
+    core, now = coordinator.core, time.monotonic()
+    pool, members = core.pool, core.members
     in_flight = sum(node.tokens_in_flight for node in members.nodes.values())
     ledger = pool.ledger.model_dump()
     by_status = {str(status): 0 for status in (GroupStatus.OPEN, GroupStatus.READY, GroupStatus.BATCHED)}
     for group in pool.groups.values():
         by_status[str(group.status)] += 1
-    waits = all_waits(coordinator)
+    waits = all_waits(core, now)
     return {
         "at": time.time(),
-        "started_at": time.time() - (time.monotonic() - coordinator.started_at),
+        "started_at": time.time() - (time.monotonic() - core.started_at),
         "run_id": coordinator.run.id,
         "run_dir": str(coordinator.run.run_dir),
         "pid": os.getpid(),
-        "state": coordinator.state,
-        "end_reason": coordinator.end_reason,
-        "uptime_s": time.monotonic() - coordinator.started_at,
+        "state": core.state,
+        "end_reason": core.end_reason,
+        "uptime_s": time.monotonic() - core.started_at,
         "version": pool.version,
-        "incarnation": coordinator.nodes.tag.incarnation,
+        "incarnation": core.membership.tag.incarnation,
         "max_steps": coordinator.config.max_steps,
         "groups": by_status,
         "ledger": {
@@ -47,37 +49,38 @@ def build_status(coordinator: Coordinator) -> dict[str, Any]:
         },
         "staleness_counts": {str(age): count for age, count in sorted(pool.staleness_counts.items())},
         "max_staleness": coordinator.config.max_staleness,
-        "verdicts": dict(coordinator.leases.verdicts),
-        "verdicts_copied": coordinator.leases.num_copied,
+        "verdicts": dict(core.leases.verdicts),
+        "verdicts_copied": core.leases.num_copied,
         "waits": [wait.as_dict() for wait in waits],
-        "cycles": cycles(coordinator, waits),
+        "cycles": cycles(core, waits),
         "loop_lag_max_ms": coordinator.loop_watch.max_lag_ms,
         "blocked_at": coordinator.loop_watch.blocked_at,
-        "oldest_groups": _oldest_groups(coordinator),
+        "oldest_groups": _oldest_groups(core),
         "nodes": [_node(node, pool.version) for node in members.nodes.values()],
-        "steps": [{"step": step, "at": at, **metrics} for step, at, metrics in coordinator.steps.recent],
-        "first_rewards": coordinator.steps.first_rewards,
-        "weight_updates": list(coordinator.updates.finished),
-        "num_weight_updates": coordinator.updates.num_finished,
-        "export_dir": coordinator.export_dir,
+        "steps": [{"step": step, "at": at, **metrics} for step, at, metrics in core.steps.recent],
+        "first_rewards": core.steps.first_rewards,
+        "weight_updates": list(core.updates.finished),
+        "num_weight_updates": core.updates.num_finished,
+        "export_dir": core.export_dir,
         "tasks_out": {
-            coordinator.tasks[index].task_id: reason for index, reason in [*pool.poison.out.items()][-RECENT_TASKS_OUT:]
+            coordinator.tasks[index].task_id: reason
+            for index, reason in [*pool.quarantine.tasks.items()][-RECENT_TASKS_OUT:]
         },
-        "num_tasks_out": len(pool.poison.out),
+        "num_tasks_out": len(pool.quarantine.tasks),
         "disk_full_s": 0.0
         if coordinator.journal.full_since is None
         else time.monotonic() - coordinator.journal.full_since,
     }
 
 
-def _oldest_groups(coordinator: Coordinator) -> list[dict[str, Any]]:
+def _oldest_groups(core: Core) -> list[dict[str, Any]]:
     """The live groups that were admitted first: if the run is stuck, on one of these."""
-    size = coordinator.config.group_size
-    groups = sorted(coordinator.pool.groups.values(), key=lambda group: group.group_id)[:OLDEST_GROUPS]
+    size = core.config.group_size
+    groups = sorted(core.pool.groups.values(), key=lambda group: group.group_id)[:OLDEST_GROUPS]
     return [
         {
             "group_id": group.group_id,
-            "task_id": coordinator.tasks[group.task_index].task_id,
+            "task_id": core.tasks[group.task_index].task_id,
             "status": str(group.status),
             "step": group.step,
             "admitted_version": group.admitted_version,
@@ -99,7 +102,7 @@ def _node(node: Node, version: int) -> dict[str, Any]:
         "host": node.host,
         "pid": node.pid,
         "capacity": node.capacity,
-        "leases": len(node.lease_ids),
+        "leases": len(node.leases),
         "holds": None if node.holds is None else str(node.holds),
         "isolation": node.isolation,
         "current": node.role != "rollout" or is_current(node, version),

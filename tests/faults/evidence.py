@@ -311,7 +311,9 @@ def _check_age_and_order(verdict: Verdict, books: Books, *, max_staleness: int, 
 
 def weight_from_journal(path: Path, *, run_id: str, steps: int) -> float:
     """What a fake policy weighs that is trained on the journal's batches, each once and in order. The coordinator must have ended."""
-    from services.coordinator.batches import make_batch  # here: the learner's modules need torch, and --list does not
+    from services.coordinator.core.batches import (
+        make_batch,  # here: the learner's modules need torch, and --list does not
+    )
     from services.coordinator.journal import Journal
     from services.learner.batch_samples import to_train_samples
     from services.learner.config import ObjectiveConfig

@@ -21,9 +21,9 @@ from protocol.suites import AssertSuite
 from protocol.tasks import Task
 from protocol.verdicts import JudgeResult, Verdict
 from services.coordinator.config import CoordinatorConfig
+from services.coordinator.core.core import Core, SavedRun
+from services.coordinator.core.effects import Record
 from services.coordinator.journal import Journal
-from services.coordinator.records import Record
-from services.coordinator.service import Coordinator
 
 _SUITE = AssertSuite(kind="asserts", entry_point="f", code="assert f(1) == 1")
 
@@ -36,20 +36,19 @@ class _Desk:
         config = CoordinatorConfig(tasks=folder, group_size=2, groups_per_step=1, max_steps=steps, max_staleness=0)
         self.journal = Journal(folder / "orders.sqlite", run_id="orders")
         tasks = [Task(task_id="0", prompt="p", tests=_SUITE)]
-        self._coordinator = Coordinator(run, config, tasks, socket=None, journal=self.journal)  # type: ignore[arg-type]
+        saved = SavedRun(self.journal.run_uid, self.journal.meta, self.journal.state)
+        self._core = Core(run, config, tasks, saved, now=0.0, epoch_s=0.0, lease_prefix="orders")
         self._seq = 0
         self.records: list[Record] | None = None  # a list: all that the journal is to have
 
     def say(self, node: str, message: m.Message, arrays: dict[str, Array] | None = None) -> list[m.Message]:
         """All that goes out because of ``message``."""
         self._seq += 1
-        self._coordinator._handle(f"{node}#1".encode(), Received(message, "orders", self._seq, 0, arrays or {}))
-        self._coordinator._give_out()
-        outbox, self._coordinator._outbox = self._coordinator._outbox, []
-        records = self._coordinator.pool.drain_records()
+        received = Received(message, "orders", self._seq, 0, arrays or {})
+        effects = self._core.handle([(f"{node}#1".encode(), received)], 0.0)
         if self.records is not None:
-            self.records += records
-        return [message for _, message, _, _ in outbox]
+            self.records += effects.records
+        return [send.message for send in effects.sends]
 
     def write(self) -> None:
         """``records`` into the journal."""

@@ -1,7 +1,10 @@
-"""A coordinator without a socket, for tests: what goes in, and what is in the outbox after it."""
+"""The coordinator's core without a socket, for tests: what goes in, and what comes out."""
+
+import time
 
 import numpy as np
 
+from common.loop_watch import LoopWatch
 from protocol import messages as m
 from protocol.codec import Received
 from protocol.config import RunConfig
@@ -9,8 +12,9 @@ from protocol.suites import AssertSuite
 from protocol.tasks import Task
 from protocol.verdicts import JudgeResult, Verdict
 from services.coordinator.config import CoordinatorConfig
+from services.coordinator.core.core import Core, SavedRun
+from services.coordinator.core.steps import FIRST_STEPS, RECENT_STEPS
 from services.coordinator.journal import Journal
-from services.coordinator.service import Coordinator
 
 BROKEN = JudgeResult(verdict=Verdict.INFRA_ERROR, message="no disk")
 RIGHT = JudgeResult(verdict=Verdict.ACCEPTED, reward=1.0, cpu_s=0.5)
@@ -18,22 +22,31 @@ SUITE = AssertSuite(kind="asserts", entry_point="f", code="assert f(1) == 1")
 V1 = m.VersionTag(version=1)
 
 
+monotonic = time.monotonic  # tests put another clock here
+
+
 class Desk:
-    """A coordinator and what it said to whom."""
+    """A core on a journal, and what it sends to whom."""
 
     def __init__(self, tmp_path, **changes):
         run = RunConfig(id="r", dir=tmp_path, model=tmp_path, routing_replay=changes.pop("routing_replay", False))
         values = {"tasks": "t", "group_size": 2, "groups_per_step": 1, "max_steps": 9, "max_staleness": 1}
         tasks = [Task(task_id=str(i), prompt="p", tests=SUITE) for i in range(5)]
         self.journal = Journal(tmp_path / "j.sqlite", run_id="r")
-        self.coordinator = Coordinator(
-            run, CoordinatorConfig(**values | changes), tasks, socket=None, journal=self.journal
-        )
+        journal = self.journal
+        first, recent = journal.steps(first=FIRST_STEPS, last=RECENT_STEPS)
+        saved = SavedRun(journal.run_uid, journal.meta, journal.state, first, recent)
+        self.core = Core(
+            run, CoordinatorConfig(**values | changes), tasks, saved,
+            now=monotonic(), epoch_s=time.time() - monotonic(), lease_prefix=f"{id(self):x}",
+        )  # fmt: skip
+        self.run, self.config, self.tasks, self.loop_watch = run, self.core.config, tasks, LoopWatch()  # for a status
+        self.records = []
         self.seq = 0
 
     def close(self):
         """The ledger closes, whatever the test did."""
-        pool = self.coordinator.pool
+        pool = self.core.pool
         pool.ledger.check(buffered=pool.buffered_tokens, live_groups=len(pool.groups))
         self.journal.close()
 
@@ -44,19 +57,32 @@ class Desk:
     def say(self, identity, message, **arrays):
         """What the coordinator sends because of ``message``: [(identity, message)]."""
         self.seq += 1
-        self.coordinator._handle(identity.encode(), Received(message, "r", self.seq, 0, arrays))
-        self.coordinator._give_out()
-        outbox, self.coordinator._outbox = self.coordinator._outbox, []
-        self.arrays = [arrays for _, _, _, arrays in outbox]
-        self.answers_to = [re for _, _, re, _ in outbox]
-        return [(to.decode(), message) for to, message, _, _ in outbox]
+        message = Received(message, "r", self.seq, 0, arrays)
+        return self._take(self.core.handle([(identity.encode(), message)], monotonic()))
+
+    def tick(self, now, **changes):
+        """What the coordinator sends because of the time."""
+        return self._take(self.core.tick(now, **changes))
+
+    def write(self):
+        """All records so far into the journal."""
+        self.tick(monotonic())
+        self.journal._queue.put((self.records, None))
+        self.records = []
+
+    def _take(self, effects):
+        self.effects = effects
+        self.records += effects.records
+        self.arrays = [send.arrays for send in effects.sends]
+        self.answers_to = [send.re for send in effects.sends]
+        return [(send.identity.decode(), send.message) for send in effects.sends]
 
     def score(self, identity, lease, result):
         fields = {name: getattr(lease, name) for name in ("lease_id", "group_id", "sample_index")}
         return self.say(identity, m.ScoreResult(**fields, result=result))
 
     def samples_of(self, group_id):
-        return self.coordinator.pool.groups[group_id].samples
+        return self.core.pool.groups[group_id].samples
 
     def sample(self, identity, lease, index, **changes):
         result = m.SampleResult(

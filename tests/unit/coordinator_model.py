@@ -4,9 +4,8 @@ import json
 
 from coordinator_world import REWARDS, Learner, Reward, Rollout, World
 
-from protocol import messages as m
-from protocol.codec import Received
-from services.coordinator.groups import GroupStatus
+from services.coordinator.core.groups import GroupStatus
+from services.coordinator.status import build_status
 
 BEAT_S = 1.0
 TERMS = ("trained", "buffered", "filtered", "failed", "duplicate", "lost", "in_flight")
@@ -36,8 +35,8 @@ def digest(pool):
     return {
         "version": pool.version,
         "next group": pool.next_group_id,
-        "tasks that failed": dict(pool.poison.failures),
-        "tasks that are out": dict(pool.poison.out),
+        "tasks that failed": dict(pool.quarantine.failures),
+        "tasks that are out": dict(pool.quarantine.tasks),
         "ledger": pool.ledger.model_dump(),
         "staleness": dict(pool.staleness_counts),
         "groups": groups,
@@ -62,7 +61,7 @@ class Model(World):
 
     @property
     def pool(self):
-        return self.coordinator.pool
+        return self.core.pool
 
     def crash(self, *, durable, num_sent):
         super().crash(durable=durable, num_sent=num_sent)
@@ -117,11 +116,11 @@ class Model(World):
     def check(self):
         pool, config = self.pool, self.config
         pool.ledger.check(buffered=pool.buffered_tokens, live_groups=len(pool.groups))
-        failure = self.coordinator._failure
-        assert failure is None or pool.poison.hopeless, failure
+        failure = self.failure
+        assert failure is None or pool.quarantine.give_up_reason, failure
         self._check_status()
         assert pool.version >= self.committed, "an acknowledged commit was undone"
-        steps = [step for step, _, _ in self.coordinator.steps.recent]
+        steps = [step for step, _, _ in self.core.steps.recent]
         assert steps == list(range(1, pool.version + 1))
         places = (config.max_staleness + 1 + pool.version) * config.groups_per_step - config.bypass_window
         assert pool.places_taken <= min(places, config.max_steps * config.groups_per_step)
@@ -129,14 +128,12 @@ class Model(World):
         for group in pool.groups.values():
             assert group.overtaken <= config.bypass_window
             assert group.group_id < self.seen_groups or group.task_index not in self.out, "a task that is out was drawn"
-        self.out, self.seen_groups = dict(pool.poison.out), pool.next_group_id
+        self.out, self.seen_groups = dict(pool.quarantine.tasks), pool.next_group_id
         self._check_kept()
         self._check_tokens()
 
     def _check_status(self):
-        self.coordinator._handle(b"tool", Received(m.StatusRequest(), "r", 1, 0, {}))
-        _, reply, _, _ = self.coordinator._outbox.pop()
-        status = json.loads(reply.status_json)
+        status = json.loads(json.dumps(build_status(self)))
         ledger = status["ledger"]
         assert ledger["generated"] == sum(ledger[term] for term in TERMS), ledger
         ended = sum(ledger[f"groups_{what}"] for what in ("trained", "filtered", "failed"))
@@ -161,9 +158,9 @@ class Model(World):
     def _check_tokens(self):
         """The coordinator never counts more tokens than were generated."""
         generated = sum(node.generated for node in self.nodes if isinstance(node, Rollout))
-        written_off = sum(self.coordinator.counts.written_off.values())
+        written_off = sum(self.core.counts.written_off.values())
         assert self.pool.ledger.lost == written_off, "lost is what was written off and not taken back"
-        in_flight = sum(node.tokens_in_flight for node in self.coordinator.members.nodes.values())
+        in_flight = sum(node.tokens_in_flight for node in self.core.members.nodes.values())
         counted = self.pool.ledger.received + in_flight
         assert counted <= generated + self.slack, f"{counted} tokens counted, {generated} generated"
 
@@ -176,7 +173,7 @@ class Model(World):
         for node in self.live(object):
             node.beat()
         self.pump()
-        self.coordinator._expire(self.clock.now)
+        self.tick()
         self.pump()
         for node in self.live(Rollout):
             node.capacity = 2

@@ -1,7 +1,6 @@
 """A coordinator without sockets, nodes that behave as badly as real ones can, and crashes that leave what a real crash leaves.
 
-Messages to the coordinator go through ``_handle``, its own ``_flush`` gives records to a real journal, and messages reach the
-nodes only after those are written. A crash loses what wasn't flushed, records and messages alike; or it comes after the write,
+Messages go through ``Core.handle``, records into a real journal, and messages reach the nodes only after those are written. A crash loses what wasn't flushed, records and messages alike; or it comes after the write,
 and only the first few of the messages were sent. Nodes keep their open requests and send them again, as ``NodeChannel`` does.
 """
 
@@ -9,23 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from common.loop_watch import LoopWatch
 from protocol import messages as m
 from protocol.codec import Received
 from protocol.config import RunConfig
 from protocol.suites import AssertSuite
 from protocol.tasks import Task
 from protocol.verdicts import JudgeResult, Verdict
-from services.coordinator import leases, service, status, steps, updates, waits
 from services.coordinator.config import CoordinatorConfig
+from services.coordinator.core.core import Core, SavedRun
+from services.coordinator.core.effects import Effects, Send
+from services.coordinator.core.steps import FIRST_STEPS, RECENT_STEPS
 from services.coordinator.journal import Journal
-from services.coordinator.service import Coordinator
 
 SUITE = AssertSuite(kind="asserts", entry_point="f", code="assert f(1) == 1")
 BROKEN = JudgeResult(verdict=Verdict.INFRA_ERROR, message="no disk")
@@ -36,16 +36,10 @@ REWARDS = [
 
 
 class Clock:
-    """Stands in for the ``time`` module of the coordinator's modules: it goes on only when told to."""
+    """The core's time: it goes on only when told to."""
 
     def __init__(self) -> None:
         self.now = 1000.0
-
-    def monotonic(self) -> float:
-        """Seconds."""
-        return self.now
-
-    time = staticmethod(time.time)
 
 
 @dataclass
@@ -355,9 +349,6 @@ class World:
 
     def __init__(self, folder: Path, config: CoordinatorConfig, num_tasks: int) -> None:
         self.clock = Clock()
-        self.modules = {module: module.time for module in (leases, service, status, steps, updates, waits)}
-        for module in self.modules:
-            module.time = self.clock  # type: ignore[attr-defined]
         self.loop = asyncio.new_event_loop()
         self.folder, self.config = folder, config
         self.tasks = [Task(task_id=str(i), prompt="p", tests=SUITE) for i in range(num_tasks)]
@@ -374,13 +365,19 @@ class World:
         self.journal = Journal(self.folder / "journal.sqlite", run_id="r")
         self.journal._db.execute("PRAGMA synchronous = OFF")  # nobody pulls the plug here, and a test has many writes
         run = RunConfig(id="r", dir=self.folder, model=self.folder)
-        self.coordinator = Coordinator(run, self.config, self.tasks, socket=None, journal=self.journal)
+        first, recent = self.journal.steps(first=FIRST_STEPS, last=RECENT_STEPS)
+        saved = SavedRun(self.journal.run_uid, self.journal.meta, self.journal.state, first, recent)
+        self.core = Core(
+            run, self.config, self.tasks, saved,
+            now=self.clock.now, epoch_s=0.0, lease_prefix=f"life{next(self.lives)}",
+        )  # fmt: skip
+        self.run, self.loop_watch = run, LoopWatch()  # for a status
+        self.effects: list[Effects] = []  # not carried out yet
+        self.failure: Exception | None = None
 
     def close(self) -> None:
         """End everything."""
         self.journal.close()
-        for module, real in self.modules.items():
-            module.time = real  # type: ignore[attr-defined]
         self.loop.run_until_complete(self.loop.shutdown_default_executor())
         self.loop.close()
 
@@ -397,7 +394,7 @@ class World:
     async def _pump(self) -> None:
         for _ in range(1000):
             while self.inbox:
-                self.coordinator._handle(*self.inbox.pop(0))
+                self.effects.append(self.core.handle([self.inbox.pop(0)], self.clock.now))
                 if self.hold:
                     self.hold -= 1
                     if self.hold:
@@ -411,20 +408,25 @@ class World:
                 return
         raise AssertionError("the coordinator and its nodes never stop talking")
 
-    async def _flush(self) -> list[Any]:
+    async def _flush(self) -> list[Send]:
         """Make durable what there is; the messages that may leave then."""
-        coordinator, outbox = self.coordinator, []
-        coordinator._flush()
-        while coordinator.steps._replays:
-            await asyncio.gather(*coordinator.steps._replays)
-        await coordinator.reports.finish()
-        while not coordinator._sends.empty():
-            durable, messages = coordinator._sends.get_nowait()
-            if durable is not None:
-                await durable
-            outbox += messages
+        outbox: list[Send] = []
+        self.effects.append(self.core.handle([], self.clock.now))
+        while self.effects:
+            effects = self.effects.pop(0)
+            self.failure = self.failure or (effects.end.error if effects.end else None)
+            if effects.records:
+                await self.journal.submit(effects.records)
+            outbox += effects.sends
+            self.effects += [
+                self.core.batch_read(read, self.journal.batch(read.step), self.clock.now) for read in effects.reads
+            ]
         self.on_durable()
         return outbox
+
+    def tick(self) -> None:
+        """What is overdue ends."""
+        self.effects.append(self.core.tick(self.clock.now))
 
     def _deliver(self, identity: bytes, message: m.Message, re: int, arrays: Any) -> None:
         for node in self.nodes:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.coordinator.admission import max_admitted, select_batch
+from services.coordinator.core.admission import max_admitted, select_batch
 
 
 @settings(max_examples=300)

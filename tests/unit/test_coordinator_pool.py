@@ -6,12 +6,13 @@ import pytest
 from common.errors import ConfigError, InvariantError
 from protocol.verdicts import JudgeResult, Verdict
 from protocol.versions import Segment
-from services.coordinator.batches import make_batch
 from services.coordinator.config import CoordinatorConfig
-from services.coordinator.cursor import TaskCursor, task_order
-from services.coordinator.groups import GroupStatus
+from services.coordinator.core.admission import TaskCursor, task_order
+from services.coordinator.core.batches import make_batch
+from services.coordinator.core.effects import Effects
+from services.coordinator.core.groups import GroupStatus, Sample
+from services.coordinator.core.pool import Pool, PoolState
 from services.coordinator.journal import Journal
-from services.coordinator.pool import Pool
 
 GOOD = JudgeResult(verdict=Verdict.ACCEPTED, reward=1.0)
 BAD = JudgeResult(verdict=Verdict.WRONG_ANSWER, reward=0.0)
@@ -25,7 +26,8 @@ def make_config(**changes):
 
 def make_pool(state=None, **changes):
     config = make_config(**changes)
-    return Pool(config, TaskCursor(5, seed=0, shuffle=True, max_epochs=config.max_epochs), state)
+    cursor = TaskCursor(5, seed=0, shuffle=True, max_epochs=config.max_epochs)
+    return Pool(config, cursor, state or PoolState(), Effects())
 
 
 def add(pool, group_id, index, version=0, tokens=3, finish_reason="stop"):
@@ -35,7 +37,7 @@ def add(pool, group_id, index, version=0, tokens=3, finish_reason="stop"):
         "logprobs": np.full(tokens, -1.0, np.float32),
     }
     segments = [Segment(version=version, num_tokens=tokens)]
-    return pool.add_sample(group_id, index, text="x", finish_reason=finish_reason, segments=segments, arrays=arrays)
+    return pool.add_sample(group_id, Sample(index, "x", finish_reason, segments, arrays))
 
 
 def finish(pool, group_id, results=(GOOD, BAD), version=0):
@@ -136,10 +138,10 @@ def test_a_success_between_failures_shows_that_it_is_not_the_system():
     for group_id in (0, 2, 4):
         pool.generation_failed(group_id, "boom")
         finish(pool, group_id + 1)
-    assert pool.poison.hopeless == ""
+    assert pool.quarantine.give_up_reason == ""
     pool.generation_failed(6, "boom")
     pool.generation_failed(7, "boom")
-    assert "The last 2 groups failed" in pool.poison.hopeless
+    assert "The last 2 groups failed" in pool.quarantine.give_up_reason
 
 
 def test_negative_staleness_is_an_error():
@@ -183,7 +185,8 @@ async def test_a_restarted_pool_equals_the_one_that_died(tmp_path):
     finish(pool, 1, (GOOD, BROKEN))
     add(pool, 2, 0)
     batch = [group.group_id for group in pool.take_batch(1)] if pool.take_batch(1) else None
-    await journal.submit(pool.drain_records())
+    pool.flush()
+    await journal.submit(pool._effects.take().records)
     journal.close()
     again = Journal(tmp_path / "journal.sqlite", run_id="r")
     copy = make_pool(again.state)
@@ -214,13 +217,14 @@ async def test_a_journal_of_another_run_or_a_damaged_one_is_refused_and_left_alo
 async def test_a_task_that_is_out_stays_out_when_an_older_group_of_it_succeeds_after_all(tmp_path):
     journal = Journal(tmp_path / "journal.sqlite", run_id="r")
     config = make_config(task_attempts=1)
-    pool = Pool(config, TaskCursor(2, seed=0, shuffle=False, max_epochs=0), journal.state)
+    pool = Pool(config, TaskCursor(2, seed=0, shuffle=False, max_epochs=0), journal.state, Effects())
     pool.admit()  # groups 0 and 2 are of task 0
     pool.generation_failed(2, "boom", permanent=True)
     finish(pool, 0)
-    assert list(pool.poison.out) == [0]
-    await journal.submit(pool.drain_records())
+    assert list(pool.quarantine.tasks) == [0]
+    pool.flush()
+    await journal.submit(pool._effects.take().records)
     journal.close()
     again = Journal(tmp_path / "journal.sqlite", run_id="r")
-    assert list(again.state.tasks_out) == [0]
+    assert list(again.state.quarantined) == [0]
     again.close()

@@ -4,11 +4,12 @@ import pytest
 from coordinator_desk import BROKEN, RIGHT, Desk, of
 
 from protocol import messages as m
+from services.coordinator.core.effects import ReadBatch
 
 
 def reopen(desk, tmp_path, **changes):
     """The same run in the next life of the coordinator."""
-    desk.journal._queue.put((desk.coordinator.pool.drain_records(), None))
+    desk.write()
     desk.journal.close()
     return Desk(tmp_path, **changes)
 
@@ -31,8 +32,7 @@ def rejoin(desk, role, name, leases, life=1, settled_tokens=-1):
 @pytest.fixture
 def clock(monkeypatch):
     now = [1000.0]
-    for module in ("service", "leases", "updates"):
-        monkeypatch.setattr(f"services.coordinator.{module}.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("coordinator_desk.monotonic", lambda: now[0])
     return now
 
 
@@ -41,7 +41,7 @@ def desks():
     """Whatever a test appends is closed."""
     made = []
     yield made
-    pool = made[-1].coordinator.pool
+    pool = made[-1].core.pool
     pool.ledger.check(buffered=pool.buffered_tokens, live_groups=len(pool.groups))
     made[-1].journal.close()
 
@@ -61,7 +61,7 @@ def test_a_node_keeps_the_leases_that_it_holds_over_a_restart_of_the_coordinator
     assert of(m.GenerateLease, desk.join("rollout", "other")) == [], "nothing is generated twice"
     desk.sample("gen#1", first, 1)
     assert sorted(desk.samples_of(first.group_id)) == [0, 1]
-    assert first.lease_id not in desk.coordinator.members.leases
+    assert first.lease_id not in desk.core.members.leases
 
 
 def test_work_that_nobody_claims_after_a_restart_is_given_out_when_its_node_must_be_dead(tmp_path, desks, clock):
@@ -120,8 +120,8 @@ def test_a_request_that_comes_twice_is_answered_the_same_and_done_once(tmp_path,
         failed = m.LeaseFailed(lease_id=lease.lease_id, error="boom", num_tokens=4)
         answers += of(m.Ack, desk.say("gen#1", failed))
     assert len(answers) == 3
-    assert desk.coordinator.pool.ledger.failed == 4
-    assert desk.coordinator.pool.groups[lease.group_id].generate_attempts == 1
+    assert desk.core.pool.ledger.failed == 4
+    assert desk.core.pool.groups[lease.group_id].generate_attempts == 1
 
 
 def test_a_coordinator_that_stood_still_takes_nobody_for_dead(tmp_path, desks, clock):
@@ -129,25 +129,21 @@ def test_a_coordinator_that_stood_still_takes_nobody_for_dead(tmp_path, desks, c
     desks.append(desk)
     (_, lease), *_ = of(m.GenerateLease, desk.join("rollout", "gen"))
     clock[0] += 1000
-    desk.coordinator._forgive(1000)
-    desk.coordinator._expire(clock[0])
-    assert lease.lease_id in desk.coordinator.members.nodes["gen"].lease_ids
-    assert desk.coordinator.state == "running"
+    desk.tick(clock[0], stalled_s=1000)
+    assert lease.lease_id in desk.core.members.nodes["gen"].leases
+    assert desk.core.state == "running"
     clock[0] += 20
-    desk.coordinator._expire(clock[0])
-    assert "gen" not in desk.coordinator.members.nodes
+    desk.tick(clock[0])
+    assert "gen" not in desk.core.members.nodes
 
 
 def die(desk, clock, *names):
     """These nodes fall silent, and the others don't."""
     clock[0] += 20
-    for node in desk.coordinator.members.nodes.values():
+    for node in desk.core.members.nodes.values():
         if node.node_id not in names:
             node.seen_at = clock[0]
-    desk.coordinator._expire(clock[0])
-    desk.coordinator._give_out()
-    outbox, desk.coordinator._outbox = desk.coordinator._outbox, []
-    return [(to.decode(), message) for to, message, _, _ in outbox]
+    return desk.tick(clock[0])
 
 
 def test_a_prompt_that_kills_its_nodes_is_out_after_three_and_takes_no_neighbour_with_it(tmp_path, desks, clock):
@@ -163,15 +159,15 @@ def test_a_prompt_that_kills_its_nodes_is_out_after_three_and_takes_no_neighbour
         elif life == 2:
             suspects = [group_id for group_id in groups if group_id in (poison, *neighbours)]
             assert suspects == [poison], "whom a second node died on goes alone"
-    assert poison not in desk.coordinator.pool.groups
-    assert all(group_id in desk.coordinator.pool.groups for group_id in neighbours)
+    assert poison not in desk.core.pool.groups
+    assert all(group_id in desk.core.pool.groups for group_id in neighbours)
     [reason] = [r["reason"] for r in events(desk, "group_failed")]
     assert "3 rollout nodes went away while they generated it" in reason
     assert "no heartbeat" in reason
 
 
 def events(desk, kind):
-    records = [record for record in desk.coordinator.pool.records if record.kind == "event"]
+    records = [record for record in desk.records if record.kind == "event"]
     return [record.values[1] for record in records if record.values[0] == kind]
 
 
@@ -181,9 +177,9 @@ def test_a_sample_that_kills_its_judges_leaves_its_group(tmp_path, desks, clock)
     (_, lease), *_ = of(m.GenerateLease, desk.join("rollout", "gen"))
     for index in range(3):
         desk.sample("gen#1", lease, index)
-    group = desk.coordinator.pool.groups[lease.group_id]
-    desk.coordinator.pool.add_result(group.group_id, 1, RIGHT)
-    desk.coordinator.pool.add_result(group.group_id, 2, RIGHT.model_copy(update={"reward": 0.0}))
+    group = desk.core.pool.groups[lease.group_id]
+    desk.core.pool.add_result(group.group_id, 1, RIGHT)
+    desk.core.pool.add_result(group.group_id, 2, RIGHT.model_copy(update={"reward": 0.0}))
     for life in (1, 2, 3):
         [(_, score)] = of(m.ScoreLease, desk.join("reward", f"judge-{life}"))
         assert score.sample_index == 0
@@ -198,7 +194,7 @@ def test_a_node_that_leaves_in_order_counts_against_nothing(tmp_path, desks):
     desks.append(desk)
     (_, lease), *_ = of(m.GenerateLease, desk.join("rollout", "gen"))
     desk.say("gen#1", m.Goodbye(reason="drained"))
-    assert desk.coordinator.pool.groups[lease.group_id].deaths == 0
+    assert desk.core.pool.groups[lease.group_id].deaths == 0
 
 
 def test_when_nothing_but_failures_comes_back_the_run_ends_and_says_why(tmp_path, desks):
@@ -208,8 +204,8 @@ def test_when_nothing_but_failures_comes_back_the_run_ends_and_says_why(tmp_path
     for _ in range(3):
         [(_, lease)] = of(m.GenerateLease, sent)
         sent = desk.say("gen#1", m.LeaseFailed(lease_id=lease.lease_id, error="CUDA error: no device"))
-    assert "The last 3 groups failed" in desk.coordinator.pool.poison.hopeless
-    assert "CUDA error: no device" in desk.coordinator.pool.poison.hopeless
+    assert "The last 3 groups failed" in desk.core.pool.quarantine.give_up_reason
+    assert "CUDA error: no device" in desk.core.pool.quarantine.give_up_reason
 
 
 def test_when_every_task_is_out_the_run_ends_and_says_why(tmp_path, desks):
@@ -219,27 +215,27 @@ def test_when_every_task_is_out_the_run_ends_and_says_why(tmp_path, desks):
     for _ in range(5):
         [(_, lease)] = of(m.GenerateLease, sent)
         sent = desk.say("gen#1", m.LeaseFailed(lease_id=lease.lease_id, error="too long", permanent=True))
-    assert desk.coordinator.pool.poison.hopeless == "All 5 tasks are out. The last one: too long."
+    assert desk.core.pool.quarantine.give_up_reason == "All 5 tasks are quarantined. The last one: too long."
 
 
 def test_a_judge_that_always_fails_on_a_task_puts_the_task_out_and_not_the_others(tmp_path, desks):
     desk = Desk(tmp_path, score_attempts=2, task_attempts=1)
     desks.append(desk)
     (_, lease), *_ = of(m.GenerateLease, desk.join("rollout", "gen"))
-    task_index = desk.coordinator.pool.groups[lease.group_id].task_index
+    task_index = desk.core.pool.groups[lease.group_id].task_index
     desk.join("reward", "judge", capacity=1)
     sent = [message for index in (0, 1) for message in desk.sample("gen#1", lease, index)]
     for _ in range(4):
         scores = of(m.ScoreLease, sent)
         sent = desk.score("judge#1", scores[0][1], BROKEN)
-    assert list(desk.coordinator.pool.poison.out) == [task_index]
-    assert "no disk" in desk.coordinator.pool.poison.out[task_index]
+    assert list(desk.core.pool.quarantine.tasks) == [task_index]
+    assert "no disk" in desk.core.pool.quarantine.tasks[task_index]
 
 
 def test_a_learner_whose_batches_are_gone_is_told_to_bring_its_checkpoints(tmp_path, desks):
     desk = Desk(tmp_path)
     desks.append(desk)
-    pool = desk.coordinator.pool
+    pool = desk.core.pool
     pool.version = 7
     pool._retention._steps.append((5, 10))  # what came before has been forgotten
     [(_, refused)] = of(m.Refused, desk.join("learner", "learner"))
@@ -259,12 +255,12 @@ def test_tokens_of_a_node_that_was_only_cut_off_are_counted_once(tmp_path, desks
     )
     desk.say("gen#1", beat)
     die(desk, clock, "gen")
-    assert desk.coordinator.pool.ledger.lost == 6
+    assert desk.core.pool.ledger.lost == 6
     rejoin(desk, "rollout", "gen", [])
     desk.say("gen#1", beat)
     for index in (0, 1):
         desk.sample("gen#1", lease, index)
-    ledger, node = desk.coordinator.pool.ledger, desk.coordinator.members.nodes["gen"]
+    ledger, node = desk.core.pool.ledger, desk.core.members.nodes["gen"]
     assert (ledger.lost, ledger.received, node.tokens_in_flight) == (0, 6, 0)
 
 
@@ -275,7 +271,7 @@ def test_a_process_that_died_and_started_again_has_lost_what_it_had(tmp_path, de
     counters = {"generated_tokens": 6.0}
     desk.say("gen#1", m.Heartbeat(capacity=2, holds=m.VersionTag(version=0), lease_ids=["x"], counters=counters))
     desk.join("rollout", "gen", life=2)
-    assert desk.coordinator.pool.ledger.lost == 6
+    assert desk.core.pool.ledger.lost == 6
 
 
 def test_a_node_that_did_not_hear_of_the_end_is_told_again(tmp_path, desks):
@@ -299,13 +295,13 @@ def test_a_result_whose_acknowledgement_was_lost_in_a_cut_is_counted_once(tmp_pa
     for index, (_, score) in enumerate(of(m.ScoreLease, sent)):
         desk.score("judge#1", score, RIGHT.model_copy(update={"reward": float(index)}))
     die(desk, clock, "gen")
-    pool = desk.coordinator.pool
+    pool = desk.core.pool
     assert pool.take_batch(1)
     pool.commit(1, {})
     rejoin(desk, "rollout", "gen", [])
     desk.seq = 70  # the request that was not answered, as it was
     [(_, ack)] = of(m.Ack, desk.sample("gen#1", lease, 1))
-    node = desk.coordinator.members.nodes["gen"]
+    node = desk.core.members.nodes["gen"]
     counters = {"generated_tokens": 6.0}
     desk.say("gen#1", m.Heartbeat(capacity=2, holds=m.VersionTag(version=1), counters=counters))
     assert (ack.accepted, pool.ledger.received, pool.ledger.duplicate, node.tokens_in_flight) == (True, 6, 0, 0)
@@ -317,7 +313,7 @@ def test_a_sample_of_weights_that_its_group_can_not_have_is_refused_when_it_come
     desk = Desk(tmp_path)
     desks.append(desk)
     (_, lease), *_ = of(m.GenerateLease, desk.join("rollout", "gen"))
-    group = desk.coordinator.pool.groups[lease.group_id]
+    group = desk.core.pool.groups[lease.group_id]
     group.admitted_version = 1 if version < 0 else 0
     segments = [m.Segment(version=max(0, version), num_tokens=3)]
     [(_, ack)] = of(m.Ack, desk.sample("gen#1", lease, 0, segments=segments))
@@ -332,20 +328,20 @@ async def test_a_replay_takes_no_engine_back_to_older_weights(tmp_path, desks, h
     """The step after the replayed ones was published before the learner died and never committed: it is published anew, and next."""
     desk = Desk(tmp_path)
     desks.append(desk)
-    desk.coordinator.pool.version = 5
+    desk.core.pool.version = 5
     desk.join("rollout", "gen")
-    desk.coordinator.members.nodes["gen"].holds = m.VersionTag(version=holds)
-    assert desk.coordinator.steps._is_last_published(5) is publish
-    assert desk.coordinator.steps._is_last_published(4) is False
+    desk.core.members.nodes["gen"].holds = m.VersionTag(version=holds)
+    assert desk.core.steps._is_newest_held(5) is publish
+    assert desk.core.steps._is_newest_held(4) is False
 
 
-async def test_a_replay_without_samples_ends_the_run_and_does_not_keep_the_learner_waiting(tmp_path, desks):
+def test_a_replay_without_samples_ends_the_run_and_does_not_keep_the_learner_waiting(tmp_path, desks):
     desk = Desk(tmp_path)
     desks.append(desk)
-    desk.coordinator._flush = lambda: None
-    await desk.coordinator.steps._replay(b"learner#1", 1, 3)
-    assert desk.coordinator.state == "failed"
-    assert "batch of step 3 can't be read again" in desk.coordinator.end_reason
+    read = ReadBatch(b"learner#1", 1, 3)
+    desk.core.batch_read(read, desk.journal.batch(3), 0.0)
+    assert desk.core.state == "failed"
+    assert "batch of step 3 can't be read again" in desk.core.end_reason
 
 
 def test_tokens_whose_acknowledgement_a_crash_of_the_coordinator_took_away_are_counted_once(tmp_path, desks, clock):
@@ -356,10 +352,10 @@ def test_tokens_whose_acknowledgement_a_crash_of_the_coordinator_took_away_are_c
     before.sample("gen#1", lease, 0)
     failed = m.LeaseFailed(lease_id=lease.lease_id, error="boom", permanent=True, num_tokens=4)
     before.say("gen#1", failed)
-    assert lease.group_id not in before.coordinator.pool.groups
+    assert lease.group_id not in before.core.pool.groups
     desk = reopen(before, tmp_path)
     desks.append(desk)
-    ledger = desk.coordinator.pool.ledger
+    ledger = desk.core.pool.ledger
     assert (ledger.received, ledger.failed) == (10, 7)
     held = [m.OpenLease(lease_id=each.lease_id, group_id=each.group_id) for each in (lease, other)]
     rejoin(desk, "rollout", "gen", held, settled_tokens=3)
@@ -368,7 +364,7 @@ def test_tokens_whose_acknowledgement_a_crash_of_the_coordinator_took_away_are_c
         capacity=2, lease_ids=[each.lease_id for each in held], holds=m.VersionTag(version=0), counters=counters
     )
     desk.say("gen#1", beat)
-    node = desk.coordinator.members.nodes["gen"]
+    node = desk.core.members.nodes["gen"]
     assert node.tokens_in_flight == 3, "of the completion that it has at hand"
     desk.sample("gen#1", lease, 0)
     desk.say("gen#1", failed)

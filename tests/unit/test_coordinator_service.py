@@ -49,7 +49,7 @@ def test_a_failure_of_the_judge_that_is_told_twice_counts_once(desk):
     )
     for _ in range(2):
         desk.say("judge#1", failure)
-    assert desk.coordinator.pool.groups[score.group_id].samples[score.sample_index].score_attempts == 1
+    assert desk.core.pool.groups[score.group_id].samples[score.sample_index].score_attempts == 1
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_a_sample_that_could_not_be_trained_on_costs_its_lease_an_attempt_and_no
     (_, lease), *_ = of(m.GenerateLease, desk.join("rollout", "gen"))
     sent = desk.sample("gen#1", lease, 0, **changes)
     assert [message.accepted for _, message in of(m.Ack, sent)] == [False]
-    assert desk.coordinator.state == "running"
-    assert desk.coordinator.pool.groups[lease.group_id].generate_attempts == 1
+    assert desk.core.state == "running"
+    assert desk.core.pool.groups[lease.group_id].generate_attempts == 1
     assert lease.group_id in [again.group_id for _, again in of(m.GenerateLease, sent)]
 
 
@@ -77,8 +77,8 @@ def test_a_result_whose_acknowledgement_was_lost_is_counted_once(desk):
         desk.seq = 10  # the second time it is the same request
         [(_, ack)] = of(m.Ack, desk.sample("gen#1", lease, 0))
         assert ack.accepted
-    assert desk.coordinator.pool.ledger.received == 3
-    assert desk.coordinator.members.nodes["gen"].counted_tokens == 3
+    assert desk.core.pool.ledger.received == 3
+    assert desk.core.members.nodes["gen"].counted_tokens == 3
 
 
 def test_a_lease_whose_group_another_node_finished_is_over(desk):
@@ -86,12 +86,12 @@ def test_a_lease_whose_group_another_node_finished_is_over(desk):
     lease = first[0][1]
     for index in (0, 1):  # as if it had been given to another node in between
         desk.sample("slow#1", lease.model_copy(update={"lease_id": "older"}), index, logprobs=np.ones(3, np.float32))
-    node = desk.coordinator.members.nodes["slow"]
-    assert lease.lease_id in node.lease_ids
+    node = desk.core.members.nodes["slow"]
+    assert lease.lease_id in node.leases
     [(_, ack)] = of(m.Ack, desk.sample("slow#1", lease, 0))
     assert not ack.accepted
-    assert lease.lease_id not in node.lease_ids
-    assert desk.coordinator.pool.ledger.duplicate == 3
+    assert lease.lease_id not in node.leases
+    assert desk.core.pool.ledger.duplicate == 3
 
 
 def test_a_hello_that_is_said_twice_changes_nothing(desk):
@@ -100,7 +100,7 @@ def test_a_hello_that_is_said_twice_changes_nothing(desk):
     assert len(leases) == 2
     assert of(m.GenerateLease, again) == []
     assert len(of(m.Welcome, again)) == 1
-    assert len(desk.coordinator.members.nodes["gen"].lease_ids) == 2
+    assert len(desk.core.members.nodes["gen"].leases) == 2
 
 
 def test_a_node_that_comes_back_under_its_name_gives_up_what_it_had(desk):
@@ -120,7 +120,7 @@ def test_a_process_whose_place_another_took_does_not_take_it_back(desk, role, se
     [(to, refused)] = of(m.Refused, desk.say("a#1", hello))
     assert to == "a#1"
     assert f"Process 2 on h has joined as {second!r} meanwhile" in refused.reason
-    assert [node.process for node in desk.coordinator.members.nodes.values()] == [f"{second}#2"]
+    assert [node.process for node in desk.core.members.nodes.values()] == [f"{second}#2"]
 
 
 def test_a_process_whose_place_went_to_one_that_is_dead_takes_it_back(desk):
@@ -130,18 +130,17 @@ def test_a_process_whose_place_went_to_one_that_is_dead_takes_it_back(desk):
     desk.say("a#2", m.Heartbeat(capacity=2))
     desk.join("reward", "a", life=1)
     assert desk.say("a#2", hello) == []
-    desk.coordinator.nodes.expire(desk.coordinator.members.nodes["a"].seen_at + 99)
-    desk.coordinator._outbox.clear()
+    desk.tick(desk.core.members.nodes["a"].seen_at + 99)
     assert of(m.Welcome, desk.say("a#2", hello))
-    assert [node.process for node in desk.coordinator.members.nodes.values()] == ["a#2"]
+    assert [node.process for node in desk.core.members.nodes.values()] == ["a#2"]
 
 
 def test_what_an_idle_node_generated_and_never_sent_is_written_off(desk):
     desk.join("rollout", "gen", capacity=0)
     for generated in (0, 100):
         desk.say("gen#1", m.Heartbeat(capacity=0, counters={"generated_tokens": generated}))
-    assert desk.coordinator.pool.ledger.failed == 100
-    assert desk.coordinator.members.nodes["gen"].tokens_in_flight == 0
+    assert desk.core.pool.ledger.failed == 100
+    assert desk.core.members.nodes["gen"].tokens_in_flight == 0
 
 
 # ---- suites by name ----
@@ -218,10 +217,10 @@ def test_a_text_is_judged_once_and_its_verdict_serves_the_group(twins):
     assert of(m.ScoreLease, sent) == []
     samples = twins.samples_of(lease.group_id)
     assert [samples[index].result for index in range(4)] == [RIGHT, RIGHT, RIGHT, None]
-    assert twins.coordinator.leases.num_copied == 2
-    assert twins.coordinator.leases.verdicts["accepted"] == 3
+    assert twins.core.leases.num_copied == 2
+    assert twins.core.leases.verdicts["accepted"] == 3
     twins.score(*twins.scores[1], RIGHT)
-    assert str(twins.coordinator.pool.groups[lease.group_id].status) == "ready"
+    assert str(twins.core.pool.groups[lease.group_id].status) == "ready"
 
 
 def test_a_twin_that_comes_after_the_verdict_takes_it_at_once(tmp_path):
@@ -256,11 +255,11 @@ def test_a_text_whose_node_left_is_judged_on_another(twins):
 
 def test_twins_whose_lease_is_given_up_are_judged_all_the_same(twins):
     _, lease = twins.scores[0]
-    for _ in range(twins.coordinator.config.score_attempts * 3):
+    for _ in range(twins.core.config.score_attempts * 3):
         open_leases = [
             (node, each)
             for node, each in twins.scores
-            if each.completion == "same" and each.lease_id in twins.coordinator.members.leases
+            if each.completion == "same" and each.lease_id in twins.core.members.leases
         ]
         sent = [message for node, each in open_leases for message in twins.score(node, each, BROKEN)]
         twins.scores += of(m.ScoreLease, sent)
@@ -270,16 +269,16 @@ def test_twins_whose_lease_is_given_up_are_judged_all_the_same(twins):
 def test_a_coordinator_that_starts_again_copies_what_was_judged_before(twins, tmp_path):
     _, lease = twins.scores[0]
     twins.score(*twins.scores[1], RIGHT)
-    group = twins.coordinator.pool.groups[lease.group_id]
-    twins.coordinator.pool.add_result(lease.group_id, 0, RIGHT)  # as if it died between this and the copies
+    group = twins.core.pool.groups[lease.group_id]
+    twins.core.pool.add_result(lease.group_id, 0, RIGHT)  # as if it died between this and the copies
     assert group.samples[1].result is None
-    twins.journal._queue.put((twins.coordinator.pool.drain_records(), None))
+    twins.write()
     twins.journal.close()
     again = Desk(tmp_path, group_size=4)
-    again.coordinator.leases._awaited.clear()
+    again.core.leases._awaited.clear()
     assert of(m.ScoreLease, again.join("reward", "a")) == []
-    assert str(again.coordinator.pool.groups[lease.group_id].status) == "ready"
-    assert again.coordinator.leases.num_copied == 2
+    assert str(again.core.pool.groups[lease.group_id].status) == "ready"
+    assert again.core.leases.num_copied == 2
     again.journal.close()
     twins.journal = again.journal
 
@@ -289,31 +288,31 @@ def test_a_heartbeat_of_before_a_nodes_hello_changes_nothing(desk):
     desk.join("rollout", "a")
     desk.seq = 5
     assert desk.say("a#1", m.Heartbeat(capacity=0)) == []
-    assert desk.coordinator.members.nodes["a"].capacity == 2
+    assert desk.core.members.nodes["a"].capacity == 2
 
 
 def test_a_request_for_a_batch_that_is_late_is_not_taken_for_a_replay(desk):
     """Its samples may be gone, and the learner waits for those of another step."""
     desk.join("learner", "learner")
-    desk.coordinator.pool.version = 1
+    desk.core.pool.version = 1
     late = desk.seq
     desk.seq += 1
     desk.say("learner#1", m.StepCommitted(step=1, metrics={}))
     desk.say("learner#1", m.BatchRequest(step=2))
-    waiting = desk.coordinator.steps._waiting
+    waiting = desk.core.steps._waiting
     desk.seq = late
     assert desk.say("learner#1", m.BatchRequest(step=1)) == []
-    assert desk.coordinator.steps._waiting == waiting
-    assert desk.coordinator.steps.handed_out is None
+    assert desk.core.steps._waiting == waiting
+    assert desk.core.steps.handed_out is None
 
 
 def test_a_learner_that_comes_back_may_be_at_a_step_until_it_asks_for_one(desk):
     """It was silent for a while, or the coordinator has restarted: a step that takes long must not be taken for a standstill."""
     back = m.Hello(role="learner", node_id="learner", host="h", pid=1, run_uid=desk.journal.run_uid)
     desk.say("learner#1", back)
-    assert desk.coordinator.steps.handed_out.step == 1
+    assert desk.core.steps.handed_out.step == 1
     desk.say("learner#1", m.BatchRequest(step=1))
-    assert desk.coordinator.steps.handed_out is None
+    assert desk.core.steps.handed_out is None
 
 
 def test_judgements_of_a_group_that_is_given_up_are_withdrawn(desk):
@@ -323,6 +322,33 @@ def test_judgements_of_a_group_that_is_given_up_are_withdrawn(desk):
     [(_, unrelated)] = of(m.ScoreLease, desk.sample("gen#1", other, 0))
     sent = desk.say("gen#1", m.LeaseFailed(lease_id=lease.lease_id, error="boom", permanent=True))
     assert [(to, cancel.lease_id) for to, cancel in of(m.CancelLease, sent)] == [("judge#1", score.lease_id)]
-    assert desk.coordinator.members.nodes["judge"].lease_ids == {unrelated.lease_id}
+    assert desk.core.members.nodes["judge"].leases.keys() == {unrelated.lease_id}
     sent = desk.say("judge#1", m.LeaseCancelled(lease_id=score.lease_id, reason="withdrawn"))
     assert [ack.accepted for _, ack in of(m.Ack, sent)] == [True]
+
+
+def test_a_lease_that_is_lost_on_the_way_is_sent_again_and_costs_no_attempt(desk):
+    (_, lost), (_, held) = of(m.GenerateLease, desk.join("rollout", "gen"))
+    group = desk.core.pool.groups[lost.group_id]
+    node = desk.core.members.nodes["gen"]
+    beat = m.Heartbeat(capacity=2, holds=m.VersionTag(version=0), lease_ids=[held.lease_id])
+    assert of(m.GenerateLease, desk.say("gen#1", beat)) == [], "it may still be on its way"
+    node.leases[lost.lease_id].sent_at -= 3.1 * desk.config.heartbeat_interval_s
+    assert of(m.GenerateLease, desk.say("gen#1", beat)) == [("gen#1", lost)]
+    assert of(m.GenerateLease, desk.say("gen#1", beat)) == [], "not with every heartbeat"
+    assert (group.generate_attempts, group.deaths, lost.lease_id in node.leases) == (0, 0, True)
+
+
+def test_nodes_that_are_silent_when_the_run_ends_are_told_when_they_come_back(desk):
+    for role, name in (("rollout", "gen"), ("reward", "judge")):
+        desk.join(role, name)
+    desk.tick(desk.core.members.nodes["gen"].seen_at + desk.config.node_timeout_s + 1)
+    assert not desk.core.members.nodes
+    [(_, ack)] = of(m.Ack, desk.say("tool", m.StopRequest(reason="enough")))
+    assert "gen, judge" in ack.reason
+    assert not desk.core.all_left, "the coordinator stays for them, as long as leave_timeout_s"
+    assert of(m.Shutdown, desk.say("gen#1", m.Heartbeat(capacity=2))) == [("gen#1", m.Shutdown(reason="enough"))]
+    assert not desk.core.all_left
+    [(_, refused)] = of(m.Refused, desk.join("reward", "judge", life=2))
+    assert "has ended" in refused.reason
+    assert desk.core.all_left

@@ -144,9 +144,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
             if node is not silent_node:
                 node.beat()
         world.pump()
-        known = silent_node and world.coordinator.members.by_identity(silent_node.identity)
-        world.coordinator._expire(world.clock.now)
-        if known and not world.coordinator.members.by_identity(known.identity):
+        known = silent_node and world.core.members.by_identity.get(silent_node.identity)
+        world.tick()
+        if known and not world.core.members.by_identity.get(known.identity):
             self.exact = False  # until its first heartbeat after it is back
         world.pump()
 
@@ -321,7 +321,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         """Whether the coordinator that lives now knows of all that the engine has told of; else it goes unheard if the engine dies."""
         if not isinstance(node, Rollout):
             return True
-        known = self.world.coordinator.members.by_identity(node.identity)
+        known = self.world.core.members.by_identity.get(node.identity)
         return known is not None and known.counted_tokens + known.tokens_in_flight >= max(node.beaten, node.sent)
 
     def _knows_of_the_dead(self):
@@ -329,7 +329,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         world = self.world
         dead = [node for node in world.nodes if isinstance(node, Rollout) and not node.alive]
         is_written = world.durable is not None and world.durable["ledger"] == world.pool.ledger.model_dump()
-        waits = any(node.pending or world.coordinator.members.by_identity(node.identity) for node in dead)
+        waits = any(node.pending or world.core.members.by_identity.get(node.identity) for node in dead)
         return not dead or (is_written and not waits)
 
     # ---- what must be so ----
@@ -363,18 +363,14 @@ class CoordinatorMachine(RuleBasedStateMachine):
         for _ in range(FAIR_ROUNDS):
             world.fair_round()
             world.check()
-            if (
-                world.pool.version >= goal
-                or world.coordinator.state != "running"
-                or (self.learner and self.learner.ended)
-            ):
+            if world.pool.version >= goal or world.core.state != "running" or (self.learner and self.learner.ended):
                 break
         else:
             raise AssertionError(f"nothing moves: {digest(world.pool)}")
         if self.exact:
             engines = [node for node in world.nodes if isinstance(node, Rollout)]
             heard_of = sum(node.generated if node.alive else max(node.beaten, node.sent) for node in engines)
-            in_flight = sum(node.tokens_in_flight for node in world.coordinator.members.nodes.values())
+            in_flight = sum(node.tokens_in_flight for node in world.core.members.nodes.values())
             assert world.pool.ledger.received + in_flight == heard_of
 
 

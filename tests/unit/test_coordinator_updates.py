@@ -1,7 +1,7 @@
 """Weight updates as the coordinator decides them, message by message: rounds, groups, who failed, what may be lost."""
 
 import pytest
-from coordinator_desk import V1, Desk, of
+from coordinator_desk import V1, Desk, monotonic, of
 
 from protocol import messages as m
 
@@ -100,32 +100,31 @@ def test_a_ready_that_is_said_twice_gets_its_go_twice(trio, who):
 def test_a_node_that_is_not_ready_is_sent_its_plan_again_for_it_may_be_lost(trio):
     plan = begin_update(trio, "a", "b")
     trio.say("a#1", m.WeightUpdateReady(update_id=plan.update_id))
-    updates, again_s = trio.coordinator.updates, trio.coordinator.config.node_timeout_s
-    began = updates.round.started_at
+    updates, again_s = trio.core.updates, trio.core.config.node_timeout_s
+    began = updates.current.started_at
     for later_s, expected in ((0.9, []), (1, ["b#1"]), (1.5, []), (2, ["b#1"])):
         updates.expire(began + later_s * again_s)
-        outbox, trio.coordinator._outbox = trio.coordinator._outbox, []
-        assert [to.decode() for to, message, _, _ in outbox if message == plan] == expected
-        assert len(outbox) == len(expected)
+        sends = trio.core._effects.take().sends
+        assert [send.identity.decode() for send in sends if send.message == plan] == expected
+        assert len(sends) == len(expected)
     assert len(finish_update(trio, plan, "a", "b")) == 1
 
 
 def test_the_end_of_a_round_is_told_to_the_learner_until_it_says_something(trio):
     """It may sit in a broadcast that nothing else ends before its limit."""
-    updates, again_s = trio.coordinator.updates, trio.coordinator.config.node_timeout_s
+    updates, again_s = trio.core.updates, trio.core.config.node_timeout_s
 
     def told_at(now):
         updates.expire(now)
-        outbox, trio.coordinator._outbox = trio.coordinator._outbox, []
         return [
-            (to.decode(), message.update_id)
-            for to, message, _, _ in outbox
-            if isinstance(message, m.WeightUpdateAborted)
+            (send.identity.decode(), send.message.update_id)
+            for send in trio.core._effects.take().sends
+            if isinstance(send.message, m.WeightUpdateAborted)
         ]
 
     plan = begin_update(trio, "a", "b")
     trio.say("b#1", m.WeightUpdateFailed(update_id=plan.update_id, error="boom"))
-    ended = updates._told_at
+    ended = updates._abort_sent_at
     assert told_at(ended + 0.9 * again_s) == []
     assert told_at(ended + again_s) == [("learner#1", plan.update_id)]
     assert told_at(ended + 1.5 * again_s) == []
@@ -133,12 +132,12 @@ def test_the_end_of_a_round_is_told_to_the_learner_until_it_says_something(trio)
     assert told_at(ended + 9 * again_s) == []
 
     plan = begin_update(trio, "a", "b")
-    trio.coordinator.nodes.drop("learner", "was silent", died=True)
-    trio.coordinator._outbox.clear()
+    trio.core.membership.drop(trio.core.members.learner, "was silent", monotonic(), died=True)
+    trio.core._effects.take()
     trio.say("learner#1", m.Hello(role="learner", node_id="learner", host="h", pid=1, run_uid=trio.journal.run_uid))
-    assert told_at(updates._told_at + again_s) == [("learner#1", plan.update_id)]
+    assert told_at(updates._abort_sent_at + again_s) == [("learner#1", plan.update_id)]
     begin_update(trio, "a", "b")
-    assert told_at(updates._told_at + again_s) == []
+    assert told_at(updates._abort_sent_at + again_s) == []
 
 
 def test_a_heartbeat_that_a_later_word_has_overtaken_changes_nothing(trio):
@@ -147,7 +146,7 @@ def test_a_heartbeat_that_a_later_word_has_overtaken_changes_nothing(trio):
     trio.seq += 1  # the heartbeat's, which is late
     late = trio.seq
     finish_update(trio, plan, "a", "b")
-    node = trio.coordinator.members.nodes["a"]
+    node = trio.core.members.nodes["a"]
     for newest in (trio.seq, trio.seq + 1):
         trio.seq = late - 1
         assert trio.say("a#1", beat) == []
@@ -178,21 +177,21 @@ def test_sync_ids_never_repeat_over_a_restart_of_the_coordinator(tmp_path):
         desk.join("learner", "learner")
         desk.join("rollout", "a")
         ids.append(begin_update(desk, "a").update_id)
-        desk.journal._queue.put((desk.coordinator.pool.drain_records(), None))
+        desk.write()
         desk.journal.close()
     assert ids[0] < ids[1]
 
 
 def test_a_node_that_just_failed_is_not_asked_again_at_once(trio, monkeypatch):
     clock = [1000.0]
-    monkeypatch.setattr("services.coordinator.service.time.monotonic", lambda: clock[0])
-    trio.coordinator.pool.version = 1
+    monkeypatch.setattr("coordinator_desk.monotonic", lambda: clock[0])
+    trio.core.pool.version = 1
     for name in ("a", "b"):
-        node = trio.coordinator.members.nodes[name]
+        node = trio.core.members.nodes[name]
         node.failed_at = 1000.0
-    assert not trio.coordinator.updates.wanted(trio.coordinator.pool.version)
+    assert not trio.core.updates.wanted(trio.core.pool.version, clock[0])
     clock[0] += 6
-    assert trio.coordinator.updates.wanted(trio.coordinator.pool.version)
+    assert trio.core.updates.wanted(trio.core.pool.version, clock[0])
 
 
 @pytest.mark.parametrize("store", ["127.0.0.1:9", "localhost:9", "[::1]:9"])

@@ -6,7 +6,7 @@ import pytest
 from coordinator_desk import V1, Desk, of
 
 from protocol import messages as m
-from services.coordinator import waits
+from services.coordinator.core import waits
 from services.coordinator.status import build_status
 
 NO_PROGRESS = "coordinator.no_progress_timeout_s"
@@ -20,7 +20,7 @@ def desk(tmp_path):
 
 
 def rows_of(desk, *, later_s=0.0):
-    rows = waits.coordinator_waits(desk.coordinator, time.monotonic() + later_s)
+    rows = waits.coordinator_waits(desk.core, time.monotonic() + later_s)
     return {(row.who, row.what, row.on): row for row in rows}
 
 
@@ -76,9 +76,9 @@ def test_a_learner_that_dies_with_a_batch_is_waited_for_and_not_its_step(desk):
 
 def test_a_step_past_its_limit_is_an_error_with_all_of_it(desk):
     train(desk)
-    since = desk.coordinator.steps.handed_out.since
-    assert waits.step_overdue(desk.coordinator, since + 3599) is None
-    error = str(waits.step_overdue(desk.coordinator, since + 3601))
+    since = desk.core.steps.handed_out.since
+    assert waits.step_overdue(desk.core, since + 3599) is None
+    error = str(waits.step_overdue(desk.core, since + 3601))
     assert "The learner learn was given the batch of step 1 3601 s ago" in error
     assert "coordinator.step_timeout_s = 3600" in error
     assert "for the commit of step 1 from learn" in error
@@ -86,12 +86,12 @@ def test_a_step_past_its_limit_is_an_error_with_all_of_it(desk):
 
 def test_nothing_else_happens_while_the_learner_trains_and_that_is_no_standstill(desk):
     train(desk)
-    coordinator = desk.coordinator
+    coordinator = desk.core
     for later_s, state in ((1000, "running"), (3700, "failed")):
         now = time.monotonic() + later_s
         for node in coordinator.members.nodes.values():
             node.seen_at = now
-        coordinator._expire(now)
+        desk.tick(now)
         assert coordinator.state == state
     assert "coordinator.step_timeout_s" in coordinator.end_reason
 
@@ -104,7 +104,7 @@ def test_engines_without_valid_weights_wait_for_the_learner_and_the_coordinator_
     assert ("coordinator", "an engine with weights v1", "gen") in rows
     learner = waits.WaitRow("learn", "the batch of step 2", "coordinator", 60, 7200, "run.idle_timeout_s", True)
     later = list(rows_of(desk, later_s=30).values())
-    assert waits.cycles(desk.coordinator, [*later, learner]) == [["coordinator", "gen", "learn", "coordinator"]]
+    assert waits.cycles(desk.core, [*later, learner]) == [["coordinator", "gen", "learn", "coordinator"]]
 
 
 def test_an_update_under_way_is_a_wait_on_whom_it_misses_and_no_circle(desk):
@@ -116,7 +116,7 @@ def test_an_update_under_way_is_a_wait_on_whom_it_misses_and_no_circle(desk):
     desk.say("gen#1", m.WeightUpdateReady(update_id=plan.update_id))
     [row] = [row for (_, what, on), row in rows_of(desk).items() if what.startswith("weights v1")]
     assert row.on == "learner"
-    assert waits.cycles(desk.coordinator, list(rows_of(desk, later_s=60).values())) == []
+    assert waits.cycles(desk.core, list(rows_of(desk, later_s=60).values())) == []
 
 
 def test_the_status_has_reported_waits_as_old_as_they_are_now(desk):
@@ -129,8 +129,8 @@ def test_the_status_has_reported_waits_as_old_as_they_are_now(desk):
         blocked_at="f in x.py:1 for 2.0 s",
     )
     desk.say("judge#1", beat)
-    desk.coordinator.members.nodes["judge"].seen_at -= 2
-    status = build_status(desk.coordinator)
+    desk.core.members.nodes["judge"].seen_at -= 2
+    status = build_status(desk)
     [wait] = [wait for wait in status["waits"] if wait["who"] == "judge"]
     assert wait["age_s"] == pytest.approx(7, abs=1)
     assert wait["known_s_ago"] == pytest.approx(2, abs=1)
@@ -140,6 +140,6 @@ def test_the_status_has_reported_waits_as_old_as_they_are_now(desk):
 
 def test_a_standstill_says_all_waits_and_circles(desk):
     desk.join("reward", "judge")
-    assert waits.standstill(desk.coordinator, time.monotonic() + 899) is None
-    text = str(waits.standstill(desk.coordinator, time.monotonic() + 901))
+    assert waits.standstill(desk.core, time.monotonic() + 899) is None
+    text = str(waits.standstill(desk.core, time.monotonic() + 901))
     assert "coordinator waits 0 s of 900 s (coordinator.no_progress_timeout_s) for a rollout node to join" in text

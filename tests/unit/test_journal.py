@@ -9,12 +9,13 @@ import pytest
 from common.errors import ConfigError, ForebayError, InvariantError
 from protocol.verdicts import JudgeResult, Verdict
 from protocol.versions import Segment
-from services.coordinator.batches import make_batch
 from services.coordinator.config import CoordinatorConfig
-from services.coordinator.cursor import TaskCursor
+from services.coordinator.core.admission import TaskCursor
+from services.coordinator.core.batches import make_batch
+from services.coordinator.core.effects import Effects, Record
+from services.coordinator.core.groups import Sample
+from services.coordinator.core.pool import Pool
 from services.coordinator.journal import Journal
-from services.coordinator.pool import Pool
-from services.coordinator.records import Record
 from services.coordinator.sample_arrays import NAMES, array_parts, unpack_arrays
 
 GOOD = JudgeResult(verdict=Verdict.ACCEPTED, reward=1.0)
@@ -30,10 +31,14 @@ class Life:
         self.journal = Journal(folder / "journal.sqlite", run_id="r", disk_timeout_s=changes.get("disk_timeout_s", 5))
         config = CoordinatorConfig(**values)
         cursor = TaskCursor(6, seed=0, shuffle=False, max_epochs=config.max_epochs)
-        self.pool = Pool(config, cursor, self.journal.state)
+        self.pool = Pool(config, cursor, self.journal.state, Effects())
+
+    def records(self):
+        self.pool.flush()
+        return self.pool._effects.take().records
 
     async def write(self):
-        await asyncio.wait_for(self.journal.submit(self.pool.drain_records()), 20)
+        await asyncio.wait_for(self.journal.submit(self.records()), 20)
 
     def add(self, group_id, index, tokens=3, **more):
         arrays = {
@@ -42,9 +47,7 @@ class Life:
             "logprobs": np.full(tokens, -0.5, np.float32),
         }
         segments = [Segment(version=self.pool.version, num_tokens=tokens)]
-        return self.pool.add_sample(
-            group_id, index, text="x", finish_reason="stop", segments=segments, arrays=arrays | more
-        )
+        return self.pool.add_sample(group_id, Sample(index, "x", "stop", segments, arrays | more))
 
     def finish(self, group_id, results=(GOOD, BAD)):
         for index, result in enumerate(results):
@@ -97,7 +100,7 @@ async def test_a_task_that_is_out_stays_out_after_a_restart_and_its_place_is_fil
     assert [group.task_index for group in life.pool.groups.values()] == [0]
     life.pool.generation_failed(0, "200 tokens, run.max_prompt_tokens is 64", permanent=True)
     life = await restarted(life, groups_per_step=1, max_staleness=0)
-    assert life.pool.poison.out == {0: "200 tokens, run.max_prompt_tokens is 64"}
+    assert life.pool.quarantine.tasks == {0: "200 tokens, run.max_prompt_tokens is 64"}
     drawn = []
     for step in range(1, 12):
         drawn += [group.task_index for group in life.pool.groups.values()]
@@ -111,14 +114,14 @@ async def test_a_task_that_is_out_stays_out_after_a_restart_and_its_place_is_fil
 async def test_failures_of_a_task_that_recovers_are_forgotten(restarted):
     life = await restarted(generate_attempts=1)
     life.pool.generation_failed(0, "boom")
-    assert life.pool.poison.failures == {0: 1}
+    assert life.pool.quarantine.failures == {0: 1}
     life = await restarted(life, generate_attempts=1)
-    assert life.pool.poison.failures == {0: 1}
+    assert life.pool.quarantine.failures == {0: 1}
     group = next(group for group in life.pool.groups.values() if group.task_index == 0)
     life.finish(group.group_id)
     life = await restarted(life)
-    assert life.pool.poison.failures == {}
-    assert life.pool.poison.out == {}
+    assert life.pool.quarantine.failures == {}
+    assert life.pool.quarantine.tasks == {}
 
 
 async def test_how_often_a_group_was_overtaken_survives(restarted):
@@ -200,7 +203,7 @@ async def test_a_full_disk_is_waited_out_and_nothing_is_acknowledged_meanwhile(r
     life.journal._db.execute(f"PRAGMA max_page_count = {pages + 1}")  # SQLite's own way to a full disk
     for index in range(2):
         life.add(0, index, tokens=100_000)
-    durable = life.journal.submit(life.pool.drain_records())
+    durable = life.journal.submit(life.records())
     while life.journal.full_since is None:  # noqa: ASYNC110 (of another thread)
         await asyncio.sleep(0.01)
     assert not durable.done()
@@ -231,7 +234,7 @@ def journal_file(folder, num_groups=40):
     life.pool.admit()
     for group_id in range(num_groups):
         life.add(group_id, 0, tokens=3000)
-    life.journal._write([(life.pool.drain_records(), None)])
+    life.journal._write([(life.records(), None)])
     life.journal.close()
     return folder / "journal.sqlite"
 
@@ -301,10 +304,10 @@ async def test_a_write_that_is_cut_short_leaves_the_transactions_before_it(tmp_p
     life = Life(tmp_path)
     life.pool.admit()
     life.add(0, 0)
-    life.journal._write([(life.pool.drain_records(), None)])
+    life.journal._write([(life.records(), None)])
     whole = (tmp_path / "journal.sqlite-wal").stat().st_size
     life.add(0, 1, tokens=5000)
-    life.journal._write([(life.pool.drain_records(), None)])
+    life.journal._write([(life.records(), None)])
     log = (tmp_path / "journal.sqlite-wal").read_bytes()
     copy = tmp_path / "copy"
     copy.mkdir()

@@ -23,7 +23,7 @@ async def test_open_groups_are_there_with_their_samples_while_the_journal_is_ope
     desk.join("reward", "judge")
     for to, score in of(m.ScoreLease, desk.sample("gen#1", leases[1][1], 0)):
         desk.score(to, score, m.JudgeResult(verdict="accepted", reward=1.0))
-    await asyncio.wait_for(desk.journal.submit(desk.coordinator.pool.drain_records()), 60)
+    await asyncio.wait_for(desk.journal.submit(desk.records), 60)
     facts = read_journal(tmp_path / "j.sqlite")
     assert facts.problems == []
     assert facts.readable

@@ -1,41 +1,55 @@
-"""The pool: all groups of the run, and what every event does to them. No I/O, no clock.
+"""The pool: all groups of the run, and what every event does to them.
 
-Each method applies one event in memory and appends to ``records`` what the journal must keep of it. The service writes the
-records in order and lets nothing out (acknowledgement, batch) before they are durable, so what others have seen is always
-in the journal.
+Each method applies one event in memory and records what the journal must keep of it. Nothing leaves (acknowledgement, batch) before the
+records are durable, so what others have seen is always in the journal.
 
-Work that fails has bounded tries (``*_attempts`` in the config), counted in the journal, so a restart is not a new chance. Then its
-group is out and the place refilled; what that means for the task is in ``poison.py``.
+Work that fails has bounded tries (``*_attempts`` in the config), counted in the journal, so a restart does not reset them. Then its group is
+out and the place refilled; what that means for the task is in ``quarantine.py``.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterable
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from common.errors import InvariantError
 from protocol.codec import Array
 from protocol.verdicts import JudgeResult, Verdict
-from protocol.versions import Segment
-from services.coordinator.admission import max_admitted, select_batch
-from services.coordinator.batches import batch_ages
 from services.coordinator.config import CoordinatorConfig
-from services.coordinator.cursor import TaskCursor
-from services.coordinator.groups import Group, GroupStatus, Sample
-from services.coordinator.poison import Poison
-from services.coordinator.records import PoolState, Record
-from services.coordinator.retention import Retention
+from services.coordinator.core.admission import TaskCursor, max_admitted, select_batch
+from services.coordinator.core.batches import Retention, batch_ages
+from services.coordinator.core.effects import Effects
+from services.coordinator.core.groups import Group, GroupStatus, Sample
+from services.coordinator.core.ledger import Ledger
+from services.coordinator.core.quarantine import Quarantine
+
+
+@dataclass
+class PoolState:
+    """What a journal restores."""
+
+    committed: int = 0
+    num_draws: int = 0
+    next_group_id: int = 0
+    groups: dict[int, Group] = field(default_factory=dict)  # live ones only
+    ledger: Ledger = field(default_factory=Ledger)
+    staleness_counts: Counter[int] = field(default_factory=Counter)
+    task_failures: dict[int, int] = field(default_factory=dict)  # task index -> groups that failed in a row
+    quarantined: dict[int, str] = field(default_factory=dict)  # task index -> why
+    kept_steps: deque[tuple[int, int]] = field(default_factory=deque)  # (step, its oldest group), of those with samples
+    forgotten_before: int = 0  # group id
 
 
 class Pool:
     """See the module. ``version`` is the committed policy version; steps are numbered from 1 and make version = step."""
 
-    def __init__(self, config: CoordinatorConfig, cursor: TaskCursor, state: PoolState | None = None) -> None:
-        state = state or PoolState()
+    def __init__(self, config: CoordinatorConfig, cursor: TaskCursor, state: PoolState, effects: Effects) -> None:
         self._config = config
+        self._effects, self._record = effects, effects.record
         self._cursor = cursor
         self.version = state.committed
         self.num_draws = state.num_draws
@@ -43,13 +57,12 @@ class Pool:
         self.groups = state.groups
         self.ledger = state.ledger
         self.staleness_counts = state.staleness_counts
-        self.poison = Poison(config, self._record, state.task_failures, state.tasks_out)
+        self.quarantine = Quarantine(config, self._record, state.task_failures, state.quarantined)
         self._retention = Retention(
             self._record, state.kept_steps, state.forgotten_before, at_once=2 * config.groups_per_step
         )
-        self.records: list[Record] = []
         self.out_of_tasks = False
-        self._meta: dict[str, str] = {}  # changed since the last records were taken
+        self._meta: dict[str, str] = {}  # changed since the last flush
         self._written_ledger = self.ledger.model_copy()
         self._filtered_since_step = 0
         self._select_again = True  # since the last look for a batch, a group has become ready or gone
@@ -77,12 +90,12 @@ class Pool:
         return admitted
 
     def _draw(self) -> int | None:
-        """The next task that isn't out; None: there is none."""
-        if self.poison.all_out(self._cursor.num_tasks):
+        """The next task that isn't quarantined; None: there is none."""
+        if self.quarantine.has_all(self._cursor.num_tasks):
             return None
         while (task_index := self._cursor.task_index(self.num_draws)) is not None:
             self.num_draws += 1
-            if task_index not in self.poison.out:
+            if task_index not in self.quarantine.tasks:
                 return task_index
         self._select_again |= not self.out_of_tasks
         self.out_of_tasks = True
@@ -100,32 +113,22 @@ class Pool:
 
     # ---- generation ----
 
-    def add_sample(
-        self,
-        group_id: int,
-        sample_index: int,
-        *,
-        text: str,
-        finish_reason: str,
-        segments: list[Segment],
-        arrays: dict[str, Array],
-    ) -> bool:
+    def add_sample(self, group_id: int, sample: Sample) -> bool:
         """Take a finished completion, and count its tokens. False: its place is filled or gone, and nothing is counted."""
-        group = self.groups.get(group_id)
+        group, index = self.groups.get(group_id), sample.sample_index
         if (
             group is None
             or group.status is not GroupStatus.OPEN
-            or sample_index in group.samples
-            or not 0 <= sample_index < self._config.group_size
+            or index in group.samples
+            or not 0 <= index < self._config.group_size
         ):
             return False
-        sample = Sample(sample_index, text, finish_reason, segments, arrays)
-        group.samples[sample_index] = sample
-        self.records.append(Record("sample", (group_id, sample)))
+        group.samples[index] = sample
+        self._record("sample", group_id, sample)
         self.ledger.received += sample.num_tokens
         return True
 
-    def has_sample(self, group_id: int, sample_index: int, arrays: dict[str, Array]) -> bool:
+    def has_sample(self, group_id: int, sample_index: int, arrays: Mapping[str, Array]) -> bool:
         """Whether this very completion is here already."""
         group = self.groups.get(group_id)
         sample = group.samples.get(sample_index) if group else None
@@ -146,7 +149,7 @@ class Pool:
         return True
 
     def generation_interrupted(self, group_id: int, *, died: str = "") -> bool:
-        """A lease ended without a word on its group: the node left, or it ``died``, which says how. True: try again."""
+        """A generate lease ended without a result: the node left, or it ``died``, for the reason given. True: try again."""
         if (group := self._unfinished(group_id)) is None:
             return False
         if died:
@@ -190,12 +193,12 @@ class Pool:
             self._lose(group, sample, result.message)
         else:
             sample.result = result
-            self.records.append(Record("result", (group_id, sample_index, result)))
+            self._record("result", group_id, sample_index, result)
         self._settle(group)
         return False
 
     def scoring_interrupted(self, group_id: int, sample_index: int, *, died: str = "") -> bool:
-        """A score lease ended without a verdict: the node left, or it ``died``, which says how. True: try again."""
+        """A score lease ended without a verdict: the node left, or it ``died``, for the reason given. True: try again."""
         if (found := self._unjudged(group_id, sample_index)) is None:
             return False
         group, sample = found
@@ -236,7 +239,7 @@ class Pool:
         if len(rewards) < config.min_group_size:
             self._fail(group, f"only {len(rewards)} of {config.group_size} samples could be judged; {group.error}")
             return
-        self.poison.judged(group.task_index)
+        self.quarantine.judged(group.task_index)
         if (
             config.dynamic_sampling
             and len(set(rewards)) == 1
@@ -256,7 +259,7 @@ class Pool:
         self.ledger.failed += group.num_tokens
         self.ledger.groups_failed += 1
         self._drop(group, GroupStatus.FAILED, reason)
-        self.poison.failed(group.task_index, reason, permanent=permanent)
+        self.quarantine.failed(group.task_index, reason, permanent=permanent)
 
     def _drop(self, group: Group, status: GroupStatus, reason: str) -> None:
         del self.groups[group.group_id]
@@ -352,20 +355,15 @@ class Pool:
         self._select_again = True
         self._record("status", status, group.step, group.overtaken, group.group_id)
 
-    def _record(self, kind: str, *values: Any) -> None:
-        self.records.append(Record(kind, values))
-
     def keep_meta(self, key: str, value: str) -> None:
-        """A note of the service's for its next life; the last one of each key counts."""
+        """A note for the next life of the coordinator; the last one of each key counts."""
         self._meta[key] = value
 
-    def drain_records(self) -> list[Record]:
-        """The records since the last call, and the ledger and the notes if they have changed."""
+    def flush(self) -> None:
+        """Record the ledger and the notes if they have changed since the last flush."""
         if self.ledger != self._written_ledger:
             self._record("ledger", self.ledger.model_dump_json())
             self._written_ledger = self.ledger.model_copy()
-        for item in self._meta.items():
-            self._record("meta", *item)
+        for key, value in self._meta.items():
+            self._record("meta", key, value)
         self._meta.clear()
-        records, self.records = self.records, []
-        return records

@@ -10,9 +10,10 @@ from typing import Any
 
 from protocol.verdicts import JudgeResult
 from protocol.versions import Segment
-from services.coordinator.groups import Group, GroupStatus, Sample
-from services.coordinator.ledger import Ledger
-from services.coordinator.records import PoolState, Record
+from services.coordinator.core.effects import Record
+from services.coordinator.core.groups import Group, GroupStatus, Sample
+from services.coordinator.core.ledger import Ledger
+from services.coordinator.core.pool import PoolState
 from services.coordinator.sample_arrays import array_parts, unpack_arrays
 
 SCHEMA_VERSION = 2
@@ -142,7 +143,7 @@ def load_state(db: sqlite3.Connection, meta: dict[str, str]) -> PoolState:
         if failures:
             state.task_failures[task_index] = failures
         if out is not None:
-            state.tasks_out[task_index] = out
+            state.quarantined[task_index] = out
     for step, group_ids, ages in db.execute("SELECT step, group_ids, ages FROM steps ORDER BY step"):
         state.staleness_counts.update({int(age): count for age, count in json.loads(ages).items()})
         if (oldest := min(json.loads(group_ids))) >= state.forgotten_before:

@@ -91,8 +91,15 @@ class Group:
     samples: dict[int, Sample] = field(default_factory=dict)
     error: str = ""  # why the last of its lost samples could not be judged
 
+    def is_unjudged(self, sample_index: int) -> bool:
+        """Whether a verdict of that sample is still of use."""
+        sample = self.samples.get(sample_index)
+        return sample is not None and sample.result is None and not sample.lost
+
     def missing(self, group_size: int) -> list[int]:
         """Sample indices without a completion yet."""
+        if len(self.samples) == group_size:
+            return []
         return [index for index in range(group_size) if index not in self.samples]
 
     def judged(self) -> list[Sample]:
